@@ -60,7 +60,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("text", type=Path)
     parser.add_argument("--out", type=Path, default=Path(__file__).parent)
-    parser.add_argument("--steps", type=int, default=3000)
+    parser.add_argument("--steps", type=int, default=1200)
     parser.add_argument("--dropout", type=float, default=0.2)
     parser.add_argument("--bpe-dropout", type=float, default=0.1)
     parser.add_argument("--lr", type=float, default=2e-3)
