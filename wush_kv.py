@@ -237,8 +237,8 @@ class PackedTensor:
     def __init__(self, batch: int, heads: int, d: int, codec: Codec, T: Tensor | None, dtype, device):
         group, quantized = codec.group or d, codec.bits < 16
         if codec.bits not in BITS or quantized and (d % group or d % 8):
-            raise ValueError(f"{d} channels do not pack with {codec.bits} bits in groups of {group}: bits are "
-                             f"in {BITS}, channels a multiple of 8 and of the group")
+            raise ValueError(f"{d} channels do not pack with {codec.bits} bits in groups of {group}: bits "
+                             f"are in {BITS}, channels a multiple of 8 and of the group")
         width, kind, groups = (d * codec.bits // 8, torch.uint8, d // group) if quantized else (d, dtype, 0)
         self.codec, self.T, self.dtype = codec, T, dtype
         self.codes = torch.zeros(batch, heads, 0, width, dtype=kind, device=device)
@@ -486,6 +486,10 @@ def fold_values(model: Model, T_V: Tensor) -> Model:
 MODEL_TYPES = ("qwen3", "llama")
 ROPE_TYPES = ("default", "linear", "yarn", "llama3")
 
+def refuse_if(wrong, sentence: str) -> None:
+    if wrong:
+        raise ValueError(sentence)
+
 def hub(name: str, kind: str, *patterns: str) -> Path:
     """Download the files that match `patterns` of the hub's model or dataset `name`."""
     from huggingface_hub import snapshot_download
@@ -513,42 +517,6 @@ def read_json(path: Path) -> dict:
         raise ValueError(f"{path} does not hold a JSON object")
     return content
 
-def read_config(folder: Path, yarn: float | None = None):
-    """Read config.json as transformers' config object, with `rope_parameters` complete and `yarn` applied.
-
-    Raises ValueError, one sentence, for every kind of model that the loop above would run wrongly.
-    """
-    raw = read_json(folder / "config.json")
-    theta = (raw.get("rope_parameters") or {}).get("rope_theta", raw.get("rope_theta"))
-    sliding = [kind for kind in raw.get("layer_types") or [] if kind != "full_attention"]
-    refuse_if(raw.get("model_type") not in MODEL_TYPES,
-              f"model_type {raw.get('model_type')!r} is not supported, only {' and '.join(MODEL_TYPES)}")
-    refuse_if(raw.get("quantization_config"), "the checkpoint is quantized: give one with plain weights")
-    refuse_if(sliding or raw.get("use_sliding_window"),
-              f"only full attention is supported, not {sliding[0] if sliding else 'a sliding window'}")
-    refuse_if(theta is None, "config.json names no rope_theta, neither by itself nor in rope_parameters")
-    from transformers import AutoConfig
-    config = AutoConfig.from_pretrained(folder)
-    d, heads, kv_heads = config.head_dim, config.num_attention_heads, config.num_key_value_heads
-    refuse_if(d < 8 or d & (d - 1), f"head_dim {d} is not supported: powers of two are, such as 64 and 128")
-    refuse_if(heads % kv_heads, f"{heads} query heads cannot share {kv_heads} KV heads evenly")
-    refuse_if(config.hidden_act != "silu", f"hidden_act {config.hidden_act!r} is not supported, only silu")
-    rope = dict(config.rope_parameters, rope_theta=theta)
-    if yarn is not None:         # Qwen3's 40960 positions are a context of 32768 and room for the answer
-        positions = 1 << config.max_position_embeddings.bit_length() - 1
-        positions = rope.get("original_max_position_embeddings") or positions
-        rope = {"rope_type": "yarn", "factor": yarn, "rope_theta": theta,
-                "original_max_position_embeddings": positions}
-        config.max_position_embeddings = int(positions * yarn)
-    refuse_if(rope["rope_type"] not in ROPE_TYPES or rope.get("partial_rotary_factor", 1) != 1,
-              f"RoPE {rope['rope_type']!r} is not supported, only {', '.join(ROPE_TYPES)} on whole heads")
-    config.rope_parameters = rope
-    return config
-
-def refuse_if(wrong, sentence: str) -> None:
-    if wrong:
-        raise ValueError(sentence)
-
 def rope_frequencies(config, device="cpu") -> tuple[Tensor, float]:
     """Return the RoPE frequencies (d/2,) and the factor on cos and sin; variants are transformers' own."""
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
@@ -556,6 +524,44 @@ def rope_frequencies(config, device="cpu") -> tuple[Tensor, float]:
         return ROPE_INIT_FUNCTIONS[kind](config, device)
     exponent = torch.arange(0, config.head_dim, 2, device=device).float() / config.head_dim
     return 1.0 / config.rope_parameters["rope_theta"] ** exponent, 1.0
+
+def read_config(folder: Path, yarn: float | None = None):
+    """Read config.json as transformers' config object, with `rope_parameters` complete and `yarn` applied.
+
+    Raises ValueError, one sentence, for every kind of model that the loop above would run wrongly.
+    """
+    raw = read_json(folder / "config.json")
+    rope = raw.get("rope_parameters")
+    theta = rope.get("rope_theta") if isinstance(rope, dict) else raw.get("rope_theta")
+    sliding = [kind for kind in raw.get("layer_types") or [] if kind != "full_attention"]
+    refuse_if(raw.get("model_type") not in MODEL_TYPES,
+              f"model_type {raw.get('model_type')!r} is not supported, only {' and '.join(MODEL_TYPES)}")
+    refuse_if(raw.get("quantization_config"), "the checkpoint is quantized: give one with plain weights")
+    refuse_if(sliding or raw.get("use_sliding_window"),
+              f"only full attention is supported, not {sliding[0] if sliding else 'a sliding window'}")
+    refuse_if(theta is None, "config.json names no rope_theta, neither by itself nor in rope_parameters")
+    try:
+        from transformers import AutoConfig
+        config = AutoConfig.from_pretrained(folder)
+        rope = dict(config.rope_parameters, rope_theta=theta)
+        if yarn is not None:     # Qwen3's 40960 positions are a context of 32768 and room for the answer
+            below = 1 << config.max_position_embeddings.bit_length() - 1
+            original = rope.get("original_max_position_embeddings") or below
+            config.max_position_embeddings = int(original * yarn)
+            rope = {"rope_type": "yarn", "factor": yarn, "rope_theta": theta,
+                    "original_max_position_embeddings": original}
+        config.rope_parameters = rope
+        refuse_if(rope["rope_type"] not in ROPE_TYPES or rope.get("partial_rotary_factor", 1) != 1,
+                  f"its RoPE is {rope['rope_type']!r}, supported are {', '.join(ROPE_TYPES)} on whole heads")
+        rope_frequencies(config)
+    except Exception as e:       # transformers has a type for each thing that can be wrong in a config
+        raise ValueError(f"{folder / 'config.json'} cannot be used: {str(e).splitlines()[-1]}") from e
+    d, heads, kv_heads = config.head_dim, config.num_attention_heads, config.num_key_value_heads
+    refuse_if(not d or d < 8 or d & (d - 1), f"head_dim {d} is not supported: powers of two are, as 64 or 128")
+    refuse_if(heads % kv_heads, f"num_attention_heads {heads} does not divide by num_key_value_heads {kv_heads}")
+    refuse_if(config.num_hidden_layers < 1, "the model has no layer: num_hidden_layers is 0")
+    refuse_if(config.hidden_act != "silu", f"hidden_act {config.hidden_act!r} is not supported, only silu")
+    return config
 
 def weight_shapes(config) -> dict[str, tuple]:
     """List the tensors that a checkpoint of this config must hold, with their shapes."""
@@ -580,7 +586,9 @@ def checkpoint_files(folder: Path) -> dict[str, Path]:
     from safetensors import SafetensorError, safe_open
     index, file = folder / "model.safetensors.index.json", folder / "model.safetensors"
     if index.is_file():
-        return {name: folder / shard for name, shard in read_json(index)["weight_map"].items()}
+        shards = read_json(index).get("weight_map")
+        refuse_if(not isinstance(shards, dict), f"{index} holds no weight_map")
+        return {name: folder / shard for name, shard in shards.items()}
     try:
         with safe_open(file, framework="pt") as f:
             return dict.fromkeys(f.keys(), file)
@@ -686,13 +694,14 @@ def output_hessian(W: Tensor, weight: Tensor) -> Tensor:
     return 2 * (weight.double()[..., None, None] * (W @ W.mT)).sum(1)
 
 def fingerprint(folder: Path) -> str:
-    """Hash two of the checkpoint's tensors as they lie on disk: the same for every dtype and sharding."""
+    """Hash attention weights of two layers as they lie on disk: the same for every dtype and sharding."""
     from safetensors import safe_open
     files, digest = checkpoint_files(folder), hashlib.sha256()
-    names = sorted(name for name in files if name.endswith("self_attn.k_proj.weight"))
-    for name in names[:1] + names[-1:]:
-        with safe_open(files[name], framework="pt") as f:
-            digest.update(f.get_tensor(name).contiguous().view(torch.uint8).numpy().tobytes())
+    for projection in "qkvo":
+        names = sorted(name for name in files if name.endswith(f"self_attn.{projection}_proj.weight"))
+        for name in names[:1] + names[-1:]:
+            with safe_open(files[name], framework="pt") as f:
+                digest.update(f.get_tensor(name).contiguous().view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()[:16]
 
 def save_transforms(path: str, T: dict[str, Tensor], about: dict) -> None:
@@ -704,17 +713,19 @@ def load_transforms(path: str, config, about: dict, device="cpu") -> dict[str, T
     """Read a transforms file. Raises ValueError if it is broken, misshapen or made for other weights."""
     try:
         T = torch.load(path, weights_only=True, map_location=device)
-        T = {side: T[side].float() for side in "kv"}
+        T = {side: T[side] for side in "kv"}
+        shapes = {side: tuple(t.shape) for side, t in T.items()}
     except Exception as e:       # by where a file is cut or what it holds, half a dozen types
-        raise ValueError(f"{path} is missing or is not a transforms file ({type(e).__name__})") from e
+        raise ValueError(f"{path} cannot be read as a transforms file ({type(e).__name__})") from e
     want = config.num_hidden_layers, config.num_key_value_heads, config.head_dim
-    for t in T.values():
-        l, g, n, m, rows = (*t.shape, 0, 0, 0, 0, 0)[:5]
-        refuse_if((l, g, n * m) != want or rows != m or t.dim() != 5,
-                  f"{path} holds transforms of shape {tuple(t.shape)}; this model has {want[0]} layers, "
-                  f"{want[1]} KV heads and head_dim {want[2]}")
-        refuse_if(not t.isfinite().all() or (torch.linalg.matrix_rank(t) < m).any(),
-                  f"{path} holds transforms that are not finite or cannot be inverted")
+    for side, shape in shapes.items():
+        l, g, n, m, rows = shape if len(shape) == 5 else (0,) * 5
+        refuse_if((l, g, n * m) != want or rows != m, f"{path} holds transforms of shape {shape}, not of this "
+                  f"model's {want[0]} layers, {want[1]} KV heads and head_dim {want[2]}")
+        t = T[side]
+        refuse_if(not t.is_floating_point() or not t.isfinite().all(), f"{path} holds more than finite numbers")
+        T[side] = t = t.float()
+        refuse_if((torch.linalg.matrix_rank(t) < m).any(), f"{path} holds transforms that do not invert")
     if not Path(path + ".json").exists():
         print(f"note: without {path}.json nothing says which model {path} was made for", file=sys.stderr)
         return T
@@ -896,9 +907,9 @@ def decode_speed(model: Model, cache: list[WindowCache], context: Tensor, steps:
         scores.argmax(-1).item()                                 # waits for an asynchronous device
     return steps / (time.perf_counter() - start)
 
-def cache_bytes(config, tokens: int, *how, dtype=torch.bfloat16) -> float:
+def cache_bytes(config, tokens: int, dtype=torch.bfloat16, **how) -> float:
     """Measure the bytes per token that all layers' caches hold after `tokens` tokens, windows and all."""
-    cache = WindowCache(1, config.num_key_value_heads, config.head_dim, None, *how, dtype=dtype)
+    cache = WindowCache(1, config.num_key_value_heads, config.head_dim, dtype=dtype, **how)
     x = torch.zeros(1, config.num_key_value_heads, tokens, config.head_dim, dtype=dtype)
     cache.append(x, x, [0])
     cache.flush()
@@ -949,8 +960,8 @@ class Options:
     temperature: float = option(0.0, "sampling temperature; 0 takes the likeliest token", float, low=0)
     top_p: float = option(1.0, "sample from the likeliest tokens of this probability", float, low=0, high=1)
     top_k: int = option(0, "sample from this many likeliest tokens; 0 takes all", int, low=0)
-    seed: int = option(0, "seed of the sampling", int, low=0)
-    yarn: float | None = option(None, "extend the context by this factor with YaRN", float, low=1)
+    seed: int = option(0, "seed of the sampling", int, low=0, high=2 ** 63)
+    yarn: float | None = option(None, "extend the context by this factor with YaRN", float, low=1, high=1024)
     device: str = option("auto", "torch device; auto is cuda if there is one, else cpu")
     dtype: str = option("auto", "of weights and windows; auto is float32 on a CPU, else bfloat16",
                         choices=("auto", "float32", "bfloat16", "float16"))
@@ -973,6 +984,8 @@ def parse(argv: list[str] | None) -> Options:
             parser.error(f"--{f.name.replace('_', '-')} {value} is not between {low} and {high}")
     if o.bits is not None and (o.k_bits is not None or o.v_bits is not None):
         parser.error("--bits sets both sides: give it, or --k-bits and --v-bits")
+    if o.save and 16 in (o.bits, min(o.k_bits or 0, o.v_bits or 0)):
+        parser.error("--save has nothing to write where --bits is 16")
     if o.task == "calibrate" and (not o.save or o.transforms):
         parser.error("--task calibrate makes transforms: it needs --save FILE and takes no --transforms")
     return o
@@ -995,12 +1008,12 @@ def read_text(source: str, tokens: int) -> str:
             break
     return "\n\n".join(rows)
 
-def read_tokens(source: str, tokenizer, count: int, length: int, skip: int = 0) -> list[Tensor]:
+def read_tokens(source: str, tokenizer, flag: str, count: int, length: int, skip: int = 0) -> list[Tensor]:
     """Cut `count` sequences of `length` tokens from a text, past `skip` tokens, adding no special tokens."""
     need = skip + count * length
     ids = tokenizer(read_text(source, need), add_special_tokens=False, verbose=False)["input_ids"]
-    refuse_if(len(ids) < need,
-              f"{source} has {len(ids)} tokens, and {count} sequences of {length} past {skip} need {need}")
+    refuse_if(len(ids) < need, f"{source} has {len(ids)} tokens; {flag}-seqs {count} of {flag}-len {length}"
+              + f" after {flag}-skip {skip}" * bool(skip) + f" need {need}")
     return list(torch.tensor(ids[skip:need]).split(length))
 
 def read_tokenizer(folder: Path, config):
@@ -1019,13 +1032,18 @@ def pick_device(name: str, dtype: str) -> tuple[torch.device, torch.dtype]:
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     try:
-        torch.empty(1, device=name)
+        torch.zeros(1, device=name).item()
     except Exception as e:       # an unknown name, a missing driver, a torch without CUDA: three types
         raise ValueError(f"there is no device {name!r} here") from e
     device = torch.device(name)
     if dtype == "auto":
         dtype = "float32" if device.type == "cpu" else "bfloat16"
     return device, getattr(torch, dtype)
+
+def codecs(o: Options) -> tuple[Codec, Codec]:
+    """Make the codecs of keys and of values."""
+    return (Codec(o.k_bits or o.bits or 2, o.quantizer, o.clip_k, o.group),
+            Codec(o.v_bits or o.bits or 2, o.quantizer, o.clip_v, o.group))
 
 class Job(NamedTuple):
     """What a task works on, all of it checked."""
@@ -1048,8 +1066,7 @@ def prepare(o: Options) -> Job:
     config = read_config(folder, o.yarn)
     d, limit = config.head_dim, config.max_position_embeddings
     refuse_if(o.group and d % o.group, f"--group {o.group} does not divide the head_dim {d}")
-    codecs = tuple(Codec(bits or o.bits or 2, o.quantizer, clip, o.group)
-                   for bits, clip in ((o.k_bits, o.clip_k), (o.v_bits, o.clip_v)))
+    k_codec, v_codec = codecs(o)
     tokenizer = read_tokenizer(folder, config)
     prompt = prompt_tokens(tokenizer, o.prompt, o.raw, o.thinking)
     longest = max(len(prompt) + o.max_new_tokens, o.calib_len, o.eval_len)
@@ -1058,13 +1075,18 @@ def prepare(o: Options) -> Job:
     own = lambda file, dataset: str(folder / file) if (folder / file).is_file() else dataset
     source = o.calib or own("calib.txt", "fineweb-edu")
     names = [*dict.fromkeys(COMPARED.get(o.task, []) + [o.transform])]
-    if codecs[0].bits == codecs[1].bits == 16:
+    if k_codec.bits == v_codec.bits == 16:
         names = []
     elif o.transforms:                         # without a calibration only these can be compared with it
         names = [name for name in names if name in DATA_FREE and name != o.transform]
-    texts = read_tokens(o.eval or own("eval.txt", "wikitext2"), tokenizer, o.eval_seqs, o.eval_len,
-                        o.eval_skip) if o.task in COMPARED else []
-    calib = read_tokens(source, tokenizer, o.calib_seqs, o.calib_len) if set(names) - set(DATA_FREE) else []
+    texts, calib = [], []
+    if o.task in COMPARED:
+        refuse_if(names and o.task != "error" and o.eval_len <= o.sink + o.keep + o.flush,
+                  f"--eval-len {o.eval_len} fits into the windows: nothing would be quantized")
+        text = o.eval or own("eval.txt", "wikitext2")
+        texts = read_tokens(text, tokenizer, "--eval", o.eval_seqs, o.eval_len, o.eval_skip)
+    if set(names) - set(DATA_FREE):
+        calib = read_tokens(source, tokenizer, "--calib", o.calib_seqs, o.calib_len)
     folder = fetch(o.model, *small_files, "*.safetensors")
     about = {"model": o.model, "fingerprint": fingerprint(folder), "transform": o.transform, "group": o.group,
              "calibration_text": source, "calibration_tokens": sum(map(len, calib))}
@@ -1074,7 +1096,7 @@ def prepare(o: Options) -> Job:
     transforms = {name: derive(moments, name, o.group) for name in names} | given
     if o.save:
         save_transforms(o.save, transforms[o.transform], about)
-    return Job(o, model, tokenizer, codecs, transforms, texts, prompt, end_tokens(folder))
+    return Job(o, model, tokenizer, (k_codec, v_codec), transforms, texts, prompt, end_tokens(folder))
 
 def make_cache(job: Job, quantized: bool) -> tuple[Model, list[WindowCache]]:
     """Return model and empty caches for one sequence: values folded and codes packed, or both ordinary."""
@@ -1104,9 +1126,9 @@ def generate_task(job: Job) -> dict:
 
 def by_figure(scores: dict[str, dict[str, tuple]]) -> dict:
     """Turn {name: {figure: (value, error)}} into {figure: {name: value}, "standard_error": {...}}."""
-    values, errors = ({figure: {name: row[figure][i] for name, row in scores.items()}
-                       for figure in next(iter(scores.values()))} for i in (0, 1))
-    return values | {"standard_error": errors}
+    value, error = ({figure: {name: None if math.isnan(row[figure][i]) else row[figure][i]
+                              for name, row in scores.items()} for figure in scores["none"]} for i in (0, 1))
+    return value | {"standard_error": error}
 
 def error_task(job: Job, sink: int | None = None) -> dict:
     """Measure and print the module error of every transform."""
@@ -1130,22 +1152,23 @@ def memory_task(job: Job) -> dict:
     """Measure and print what the bfloat16 cache of one evaluation sequence holds."""
     o, c, (k_codec, v_codec) = job.options, job.model.config, job.codecs
     elements = 2 * c.num_hidden_layers * c.num_key_value_heads * c.head_dim          # of a token
-    measure = lambda tokens, *windows: cache_bytes(c, tokens, k_codec, v_codec, *windows)
-    held, packed = measure(o.eval_len, o.sink, o.keep, o.flush), measure(4096, 0, 0, 1)
+    codecs = {"k_codec": k_codec, "v_codec": v_codec}
+    held = cache_bytes(c, o.eval_len, sink=o.sink, keep=o.keep, flush=o.flush, **codecs)
+    packed = cache_bytes(c, 4096, sink=0, keep=0, flush=1, **codecs)
     bits, packed_bits = 8 * held / elements, 8 * packed / elements
     print(f"KV cache, bytes per token: {2 * elements} in 16 bits; {packed:.0f} once packed, scales included "
-          f"({packed_bits:.2f} bits an element); {held:.0f} with windows at {o.eval_len} tokens ({bits:.2f} bits)")
+          f"({packed_bits:.2f} bits an element); {held:.0f} at {o.eval_len} tokens, windows included ({bits:.2f} bits)")
     return {"kv_bytes_per_token": held, "effective_bits": bits, "kv_bytes_per_token_none": 2 * elements}
 
 def report_task(job: Job) -> dict:
     """Print the whole story, unquantized and quantized: memory, error, perplexity, speed and text."""
     o, c, (k_codec, v_codec) = job.options, job.model.config, job.codecs
-    print(f"{o.model}: {c.num_hidden_layers} layers, {c.num_attention_heads} query and "
-          f"{c.num_key_value_heads} KV heads of {c.head_dim}; keys in {k_codec.bits} bits, values in {v_codec.bits}")
+    print(f"{o.model}: {c.num_hidden_layers} layers, {c.num_attention_heads} query and {c.num_key_value_heads} KV"
+          f" heads of {c.head_dim}; keys in {k_codec.bits} bits, values in {v_codec.bits}")
     figures, error, ppl = memory_task(job), error_task(job, sink=0), ppl_task(job)
     figures |= error | ppl | {"standard_error": error["standard_error"] | ppl["standard_error"]}
     figures |= {"tokens_per_second": {}, "text": {}}
-    context = job.texts[0][:-36].to(job.model.inv_freq.device)
+    context = job.texts[0][:c.max_position_embeddings - 36].to(job.model.inv_freq.device)
     for name in ("none", o.transform) if job.transforms else ("none",):
         figures["tokens_per_second"][name] = speed = decode_speed(*make_cache(job, name != "none"), context)
         figures["text"][name] = text = "".join(continuation(job, name != "none"))
