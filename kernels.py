@@ -1,25 +1,26 @@
 """The hot path of WUSH-KV: how the codes of a quantized cache lie in bytes.
 
-The layout, once, in words. The d codes of one token and KV head become d·b/8 bytes, and no code straddles a byte.
-At b = 2, 4 or 8 bits the channels are cut into 8/b equal runs; byte r holds channel r of every run, run i in the bits
-from i·b upwards (2 bits: channels r, r + d/4, r + d/2, r + 3d/4). So one shift and one mask over all bytes yield a
-*contiguous* run of channels, which meets a contiguous slice of the query. At 3 bits there are two planes: the codes'
-upper two bits laid out as above, then their lowest bit laid out as 1-bit codes (byte r: channels r, r + d/8, ...).
-Scale and offset of a group are one int32: the bfloat16 scale in the low half, the bfloat16 offset in the high half.
+The layout, once, in words. The d codes of one token and KV head become d·b/8 bytes, and no code straddles a
+byte. At b = 2, 4 or 8 bits the channels are cut into 8/b equal runs; byte r holds channel r of every run, run
+i in the bits from i·b upwards (2 bits: channels r, r + d/4, r + d/2, r + 3d/4). So one shift and one mask
+over all bytes yield a *contiguous* run of channels, which meets a contiguous slice of the query. At 3 bits
+there are two planes: the codes' upper two bits laid out as above, then their lowest bit laid out as 1-bit
+codes (byte r: channels r, r + d/8, ...). Scale and offset of a group are one int32: the bfloat16 scale in the
+low half, the bfloat16 offset in the high half.
 
 Importable without a GPU and without Triton.
 """
 import torch
 from torch import Tensor
 
-PLANES = {1: (1,), 2: (2,), 3: (2, 1), 4: (4,), 8: (8,)}      # bits of a code -> bits of each plane, upper bits first
+PLANES = {2: (2,), 3: (2, 1), 4: (4,), 8: (8,)}      # bits of a code -> bits of each plane, upper bits first
 
 
 def pack_ref(codes: Tensor, bits: int) -> Tensor:
     """Pack `codes` (..., d), uint8 in [0, 2^bits − 1], into (..., d·bits/8) bytes of the layout above."""
     d, below, planes = codes.shape[-1], bits, []
-    if bits not in PLANES or d * min(PLANES[bits]) % 8:
-        raise ValueError(f"{d} codes of {bits} bits do not fill whole bytes: use 2, 3, 4 or 8 bits and a multiple of 8 codes")
+    if bits not in PLANES or d % 8:
+        raise ValueError(f"{d} codes of {bits} bits do not pack: bits are 2, 3, 4 or 8, d a multiple of 8")
     for width in PLANES[bits]:
         below -= width
         runs = (codes >> below & (1 << width) - 1).unflatten(-1, (8 // width, -1))

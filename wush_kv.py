@@ -57,10 +57,15 @@ def hadamard(n: int) -> Tensor:
     return H / math.sqrt(n)
 
 def diagonal_blocks(S: Tensor, m: int | None) -> Tensor:
-    """Cut (..., d, d) into its diagonal blocks (..., n, m, m), float64; m = None keeps it whole."""
-    m = m or S.shape[-1]
-    if S.shape[-1] % m:
+    """Cut moments (..., d, d) into diagonal blocks (..., n, m, m), float64; m = None keeps them whole.
+
+    Raises ValueError for blocks that do not divide d and for moments that are not finite.
+    """
+    m = S.shape[-1] if m is None else m
+    if m < 1 or S.shape[-1] % m:
         raise ValueError(f"blocks of {m} channels do not divide {S.shape[-1]}")
+    if not S.isfinite().all():
+        raise ValueError("the calibration moments hold NaN or infinity: no transform follows from them")
     return torch.stack([S[..., i:i + m, i:i + m] for i in range(0, S.shape[-1], m)], -3).double()
 
 def identity(gram: Tensor, hess: Tensor, m: int | None = None) -> Tensor:
@@ -80,10 +85,10 @@ def oscar(gram: Tensor, hess: Tensor, m: int | None = None) -> Tensor:
     of d channels: bit reversal deals the eigenvectors out to the groups, strong and weak alike, and 𝓗 acts in
     each.
     """
-    d = hess.shape[-1]
+    d, n, m = hess.shape[-1], *diagonal_blocks(hess, m).shape[-3:-1]
     U = torch.linalg.eigh(hess.double().mean(-3)).eigenvectors.flip(-1)      # strongest first
     order = [int(f"{i:0{d.bit_length() - 1}b}"[::-1], 2) for i in range(d)]
-    spread = torch.block_diag(*[hadamard(m or d)] * (d // (m or d))).to(U.device)
+    spread = torch.block_diag(*[hadamard(m)] * n).to(U.device)
     return (U[..., order] @ spread).mT[..., None, None, :, :].expand(*hess.shape[:-2], 1, d, d)
 
 def wush(gram: Tensor, hess: Tensor, m: int | None = None, damping: float = 1e-2) -> Tensor:
@@ -91,10 +96,8 @@ def wush(gram: Tensor, hess: Tensor, m: int | None = None, damping: float = 1e-2
 
     L Lᵀ = H + γ tr(H)/m I and U Λ Uᵀ = Lᵀ (M + γ tr(M)/m I) L, block by block; c keeps tr(T M Tᵀ) = tr(M). No
     invertible T makes tr(T M Tᵀ) tr(T⁻ᵀ H T⁻¹) smaller. Scaling M or H changes nothing. Where either is zero
-    there is nothing to balance, and T = 𝓗. Raises ValueError for moments that are not finite.
+    there is nothing to balance, and T = 𝓗.
     """
-    if not (gram.isfinite().all() and hess.isfinite().all()):
-        raise ValueError("the calibration moments hold NaN or infinity: no transform follows from them")
     M, H = diagonal_blocks(gram, m), diagonal_blocks(hess, m)
     I = torch.eye(M.shape[-1], dtype=M.dtype, device=M.device)
     mean_diagonal = lambda S: S.diagonal(dim1=-2, dim2=-1).mean(-1)[..., None, None]
@@ -484,6 +487,7 @@ def fold_values(model: Model, T_V: Tensor) -> Model:
 # Reading checkpoints: a Hugging Face folder, or the same from the hub. What can be refused is refused early.
 
 MODEL_TYPES = ("qwen3", "llama")
+HEAD_DIMS = (16, 32, 64, 128, 256)      # powers of two, for the Hadamard matrix
 ROPE_TYPES = ("default", "linear", "yarn", "llama3")
 
 def refuse_if(wrong, sentence: str) -> None:
@@ -557,8 +561,8 @@ def read_config(folder: Path, yarn: float | None = None):
     except Exception as e:       # transformers has a type for each thing that can be wrong in a config
         raise ValueError(f"{folder / 'config.json'} cannot be used: {str(e).splitlines()[-1]}") from e
     d, heads, kv_heads = config.head_dim, config.num_attention_heads, config.num_key_value_heads
-    refuse_if(not d or d < 8 or d & (d - 1), f"head_dim {d} is not supported: powers of two are, as 64 or 128")
-    refuse_if(heads % kv_heads, f"num_attention_heads {heads} does not divide by num_key_value_heads {kv_heads}")
+    refuse_if(d not in HEAD_DIMS, f"head_dim {d} is not supported, only {HEAD_DIMS}")
+    refuse_if(heads % kv_heads, f"num_key_value_heads {kv_heads} does not divide num_attention_heads {heads}")
     refuse_if(config.num_hidden_layers < 1, "the model has no layer: num_hidden_layers is 0")
     refuse_if(config.hidden_act != "silu", f"hidden_act {config.hidden_act!r} is not supported, only silu")
     return config
@@ -627,6 +631,7 @@ def second_moment(x: Tensor, weight: Tensor | None = None) -> Tensor:
 
 def oscar_weight(q_moment: Tensor, k: Tensor) -> Tensor:
     """Weigh tokens as OSCAR does for its values: w_s = k_sᵀ C_q k_s, scaled to mean 1: (b, g, s)."""
+    # Differs from the paper: C_q and the mean are one sequence's own, so that one pass over the text will do.
     k = k.double()
     w = (torch.einsum("bgsd,gde->bgse", k, q_moment) * k).sum(-1)
     return w / w.mean((0, 2), keepdim=True).clamp(min=torch.finfo(w.dtype).tiny)
@@ -635,21 +640,22 @@ def attention_sensitivity(q: Tensor, k: Tensor, v: Tensor, W: Tensor) -> tuple[T
     """Weigh queries for WUSH-A: w_{r,t} for the key Hessian, Σ_s p² for the value's, both (b, g, r, t).
 
     To first order, for a query with probabilities p_s and output o = Σ p_s v_s: an error δ_s of key s moves
-    its score by q·δ_s/√d and the module's output by p_s (q·δ_s/√d) Wᵀ(v_s − o). If the δ_s are independent
-    with covariance C, the expected squared change is qᵀC q · Σ_s p_s² ‖Wᵀ(v_s − o)‖² / d, which is ½ tr(H C)
-    for H = Σ w q qᵀ, w = 2 Σ_s p_s² ‖Wᵀ(v_s − o)‖² / d. An error of value s moves the output by p_s Wᵀδ_s, so
-    there H = 2 Σ_r (Σ_{t,s} p²) W Wᵀ. (The paper's appendix C was not at hand: this derivation of its WUSH-A
-    is ours.)
+    its score by q·δ_s/√d and the head's share of the module's output by p_s (q·δ_s/√d) Wᵀ(v_s − o). If the
+    δ_s are independent with covariance C, the expected squared change is qᵀC q · Σ_s p_s² ‖Wᵀ(v_s − o)‖² / d,
+    which is ½ tr(H C) for H = Σ w q qᵀ, w = 2 Σ_s p_s² ‖Wᵀ(v_s − o)‖² / d. An error of value s moves the
+    output by p_s Wᵀδ_s, so there H = 2 Σ_r (Σ_{t,s} p²) W Wᵀ. Heads are summed as if their changes were
+    unrelated. # Differs from the paper: its appendix C was not at hand, this derivation of its WUSH-A is
+    ours.
     """
     t, d = q.shape[-2:]
-    A = (W.double() @ W.double().mT).to(q.dtype)                             # (g, r, d, d): ‖Wᵀx‖² = xᵀ A x
-    k, v = k[:, :, None], v[:, :, None]                                      # (b, g, 1, s, d)
+    A = (W.double() @ W.double().mT).float()                                 # (g, r, d, d): ‖Wᵀx‖² = xᵀ A x
+    q, k, v = q.float(), k[:, :, None].float(), v[:, :, None].float()        # `spread` cancels: no bf16 here
     squares = ((v @ A) * v).sum(-1, keepdim=True)                            # (b, g, r, s, 1)
     step, w, p_squared = max(16, 2 ** 21 // t), [], []
     for i in range(0, t, step):                                              # queries at a time: bounds p
         z = q[..., i:i + step, :] @ k.mT * d ** -0.5
         future = torch.ones(z.shape[-2:], dtype=torch.bool, device=q.device).triu(i + 1)
-        p = z.float().masked_fill(future, -torch.inf).softmax(-1).to(q.dtype)
+        p = z.masked_fill(future, -torch.inf).softmax(-1)
         o, p2 = p @ v, p.square()
         spread = (p2 @ squares)[..., 0] - 2 * (o @ A * (p2 @ v)).sum(-1) + p2.sum(-1) * (o @ A * o).sum(-1)
         w.append(2 * spread.clamp(min=0) / d)                    # spread = Σ_s p² (v_s − o)ᵀ A (v_s − o)
@@ -720,10 +726,11 @@ def load_transforms(path: str, config, about: dict, device="cpu") -> dict[str, T
     want = config.num_hidden_layers, config.num_key_value_heads, config.head_dim
     for side, shape in shapes.items():
         l, g, n, m, rows = shape if len(shape) == 5 else (0,) * 5
-        refuse_if((l, g, n * m) != want or rows != m, f"{path} holds transforms of shape {shape}, not of this "
+        refuse_if((l, g, n * m) != want or rows != m, f"{path} holds transforms of shape {shape}, not of the "
                   f"model's {want[0]} layers, {want[1]} KV heads and head_dim {want[2]}")
         t = T[side]
-        refuse_if(not t.is_floating_point() or not t.isfinite().all(), f"{path} holds more than finite numbers")
+        finite = t.is_floating_point() and t.isfinite().all()
+        refuse_if(not finite, f"{path} holds numbers that are not finite or not floating point")
         T[side] = t = t.float()
         refuse_if((torch.linalg.matrix_rank(t) < m).any(), f"{path} holds transforms that do not invert")
     if not Path(path + ".json").exists():
@@ -1156,15 +1163,15 @@ def memory_task(job: Job) -> dict:
     held = cache_bytes(c, o.eval_len, sink=o.sink, keep=o.keep, flush=o.flush, **codecs)
     packed = cache_bytes(c, 4096, sink=0, keep=0, flush=1, **codecs)
     bits, packed_bits = 8 * held / elements, 8 * packed / elements
-    print(f"KV cache, bytes per token: {2 * elements} in 16 bits; {packed:.0f} once packed, scales included "
-          f"({packed_bits:.2f} bits an element); {held:.0f} at {o.eval_len} tokens, windows included ({bits:.2f} bits)")
+    print(f"KV cache, bytes per token: {2 * elements} in 16 bits; {packed:.0f} once packed, scales included, "
+          f"{packed_bits:.2f} bits an element; {held:.0f} at {o.eval_len} tokens with windows: {bits:.2f}")
     return {"kv_bytes_per_token": held, "effective_bits": bits, "kv_bytes_per_token_none": 2 * elements}
 
 def report_task(job: Job) -> dict:
     """Print the whole story, unquantized and quantized: memory, error, perplexity, speed and text."""
     o, c, (k_codec, v_codec) = job.options, job.model.config, job.codecs
-    print(f"{o.model}: {c.num_hidden_layers} layers, {c.num_attention_heads} query and {c.num_key_value_heads} KV"
-          f" heads of {c.head_dim}; keys in {k_codec.bits} bits, values in {v_codec.bits}")
+    print(f"{o.model}: {c.num_hidden_layers} layers, {c.num_attention_heads} query heads, "
+          f"{c.num_key_value_heads} KV heads of {c.head_dim}; {k_codec.bits}-bit keys, {v_codec.bits}-bit values")
     figures, error, ppl = memory_task(job), error_task(job, sink=0), ppl_task(job)
     figures |= error | ppl | {"standard_error": error["standard_error"] | ppl["standard_error"]}
     figures |= {"tokens_per_second": {}, "text": {}}
