@@ -10,6 +10,8 @@ low half, the bfloat16 offset in the high half.
 
 Importable without a GPU and without Triton.
 """
+import functools
+
 import torch
 from torch import Tensor
 
@@ -23,9 +25,8 @@ def pack_ref(codes: Tensor, bits: int) -> Tensor:
         raise ValueError(f"{d} codes of {bits} bits do not pack: bits are 2, 3, 4 or 8, d a multiple of 8")
     for width in PLANES[bits]:
         below -= width
-        runs = (codes >> below & (1 << width) - 1).unflatten(-1, (8 // width, -1))
-        shift = torch.arange(0, 8, width, dtype=torch.uint8, device=codes.device)[:, None]
-        planes.append((runs << shift).sum(-2, dtype=torch.uint8))
+        runs = (codes >> below & (1 << width) - 1).chunk(8 // width, -1)
+        planes.append(functools.reduce(torch.bitwise_or, (run << i * width for i, run in enumerate(runs))))
     return torch.cat(planes, -1)
 
 
@@ -35,8 +36,8 @@ def unpack_ref(packed: Tensor, bits: int) -> Tensor:
     codes, below = 0, bits
     for width, plane in zip(PLANES[bits], packed.split([d * w // 8 for w in PLANES[bits]], -1)):
         below -= width
-        shift = torch.arange(0, 8, width, dtype=torch.uint8, device=packed.device)[:, None]
-        codes = codes | (plane[..., None, :] >> shift & (1 << width) - 1).flatten(-2) << below
+        runs = [plane >> i & (1 << width) - 1 for i in range(0, 8, width)]
+        codes = codes | torch.cat(runs, -1) << below
     return codes
 
 
