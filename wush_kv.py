@@ -268,6 +268,20 @@ class PackedTensor:
         codes = hot_path().unpack_ref(self.codes[:, :, :count], self.codec.bits)
         return dequantize(codes, *hot_path().split_pair(self.pair[:, :, :count]))
 
+    def scores(self, q: Tensor, count: int) -> Tensor:
+        """Return q · x̂ over the first `count` tokens: q (b, g, h, d), transformed, -> (b, g, h, count)."""
+        if self.pair.shape[-1] != 1:         # no quantization, or several groups a head
+            return q @ self.read(count).float().mT
+        codes, pair = self.codes[:, :, :count], self.pair[:, :, :count]
+        return hot_path().packed_scores(q, codes, pair, self.codec.bits)
+
+    def mix(self, p: Tensor, count: int) -> Tensor:
+        """Return Σ_s p_s x̂_s over the first `count` tokens: p (b, g, h, count) -> (b, g, h, d)."""
+        if self.pair.shape[-1] != 1:
+            return p @ self.read(count).float()
+        codes, pair = self.codes[:, :, :count], self.pair[:, :, :count]
+        return hot_path().packed_values(p, codes, pair, self.codec.bits)
+
 class WindowCache:
     """The cache of one layer; a row is [its first `sink` tokens | packed | its last `keep` or a few more].
 
@@ -346,15 +360,6 @@ class WindowCache:
         if self.recent[0].shape[2] > self.window_size:
             self.recent = [grow(w, self.window_size) for w in self.recent]
 
-    def parts(self, q: Tensor) -> Iterable[tuple]:
-        """Yield each part's (query, keys, values, first positions, counts), the last two per row."""
-        batch = range(len(self.n))
-        query = q if self.T_query is None else apply(self.T_query, q)
-        yield q, *self.sinks, [0 for _ in batch], [min(n, self.sink) for n in self.n]
-        packed = [side.read(max(self.n_packed)) for side in (self.k, self.v)]
-        yield query, *packed, [self.sink for _ in batch], self.n_packed
-        yield q, *self.recent, [self.sink + p for p in self.n_packed], [self.n_recent(i) for i in batch]
-
     def attend_ordinary(self, q: Tensor, position: Tensor) -> Tensor:
         """Attend to a cache that is all recent window, as SDPA on its tensors."""
         k, v = (w[:, :, :max(self.n)] for w in self.recent)
@@ -362,24 +367,31 @@ class WindowCache:
         return causal_attention(q, k, v, seen[:, None])
 
     def attend_parts(self, q: Tensor, position: Tensor) -> Tensor:
-        """Attend from q (b, g, r, t, d) at `position` (b, t) with one softmax over the parts."""
-        (b, g, r, t, d), column = q.shape, lambda x: torch.tensor(x, device=q.device)[:, None]
+        """Attend from q (b, g, r, t, d) at `position` (b, t) with one softmax over the three parts."""
+        (b, g, r, t, d), rows = q.shape, range(len(self.n))
         if t > (step := max(1, 2 ** 22 // max(self.n))):         # some queries at a time, to bound the scores
             slices = zip(q.split(step, 3), position.split(step, 1))
             return torch.cat([self.attend_parts(*part) for part in slices], 3)
-        scores, values = [], []
-        for query, k, v, start, size in self.parts(q):
-            k, v = k[:, :, :max(size)], v[:, :, :max(size)]
-            z = (query.flatten(2, 3).float() @ k.float().mT).unflatten(2, (r, t)) * d ** -0.5
-            if t > 1 or len(set(self.n)) > 1:
-                slot = torch.arange(k.shape[2], device=q.device)
-                seen = (slot < column(size))[:, None] & (column(start) + slot <= position[..., None])
-                z = z.masked_fill(~seen[:, None, None], -torch.inf)
-            scores.append(z)
-            values.append(v)
-        p = torch.cat(scores, -1).softmax(-1).split([v.shape[2] for v in values], -1)
-        o = sum(w.flatten(2, 3) @ v.float() for w, v in zip(p, values))
+        q_packed = q.float() if self.T_query is None else apply(self.T_query, q)
+        q, q_packed = q.flatten(2, 3).float(), q_packed.flatten(2, 3)                        # (b, g, h, d)
+        sizes = [min(n, self.sink) for n in self.n], self.n_packed, [self.n_recent(i) for i in rows]
+        count, first = [max(size) for size in sizes], [0, self.sink, [self.sink + p for p in self.n_packed]]
+        (k_sink, v_sink), (k_recent, v_recent) = ([x[:, :, :n].float() for x in window] for window, n in
+                                                  ((self.sinks, count[0]), (self.recent, count[2])))
+        scores = [q @ k_sink.mT, self.k.scores(q_packed, count[1]), q @ k_recent.mT]
+        scores = torch.cat(scores, -1) * d ** -0.5
+        if t > 1 or len(set(self.n)) > 1:
+            seen = torch.cat([self.seen(*part, position) for part in zip(count, sizes, first)], -1)
+            scores = scores.unflatten(2, (r, t)).masked_fill(~seen[:, None, None], -torch.inf).flatten(2, 3)
+        p_sink, p_packed, p_recent = scores.softmax(-1).split(count, -1)
+        o = p_sink @ v_sink + self.v.mix(p_packed, count[1]) + p_recent @ v_recent
         return o.unflatten(2, (r, t)).to(q.dtype)
+
+    def seen(self, count: int, size: list[int], first: int | list[int], position: Tensor) -> Tensor:
+        """Say which of a part's `count` slots, the first at position `first`, queries see: (b, t, count)."""
+        column = lambda x: torch.tensor(x, device=position.device).reshape(-1, 1)
+        slot = torch.arange(count, device=position.device)
+        return (slot < column(size))[:, None] & ((column(first) + slot)[:, None] <= position[..., None])
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -1170,8 +1182,8 @@ def memory_task(job: Job) -> dict:
 def report_task(job: Job) -> dict:
     """Print the whole story, unquantized and quantized: memory, error, perplexity, speed and text."""
     o, c, (k_codec, v_codec) = job.options, job.model.config, job.codecs
-    print(f"{o.model}: {c.num_hidden_layers} layers, {c.num_attention_heads} query heads, "
-          f"{c.num_key_value_heads} KV heads of {c.head_dim}; {k_codec.bits}-bit keys, {v_codec.bits}-bit values")
+    heads = f"{c.num_attention_heads} query and {c.num_key_value_heads} KV heads of {c.head_dim}"
+    print(f"{o.model}: {c.num_hidden_layers} layers, {heads}; {k_codec.bits}-bit keys, {v_codec.bits}-bit values")
     figures, error, ppl = memory_task(job), error_task(job, sink=0), ppl_task(job)
     figures |= error | ppl | {"standard_error": error["standard_error"] | ppl["standard_error"]}
     figures |= {"tokens_per_second": {}, "text": {}}
