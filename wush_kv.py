@@ -368,7 +368,7 @@ class WindowCache:
 
     def attend_parts(self, q: Tensor, position: Tensor) -> Tensor:
         """Attend from q (b, g, r, t, d) at `position` (b, t) with one softmax over the three parts."""
-        (b, g, r, t, d), rows = q.shape, range(len(self.n))
+        (b, g, r, t, d), dtype, rows = q.shape, q.dtype, range(len(self.n))
         if t > (step := max(1, 2 ** 22 // max(self.n))):         # some queries at a time, to bound the scores
             slices = zip(q.split(step, 3), position.split(step, 1))
             return torch.cat([self.attend_parts(*part) for part in slices], 3)
@@ -385,7 +385,7 @@ class WindowCache:
             scores = scores.unflatten(2, (r, t)).masked_fill(~seen[:, None, None], -torch.inf).flatten(2, 3)
         p_sink, p_packed, p_recent = scores.softmax(-1).split(count, -1)
         o = p_sink @ v_sink + self.v.mix(p_packed, count[1]) + p_recent @ v_recent
-        return o.unflatten(2, (r, t)).to(q.dtype)
+        return o.unflatten(2, (r, t)).to(dtype)
 
     def seen(self, count: int, size: list[int], first: int | list[int], position: Tensor) -> Tensor:
         """Say which of a part's `count` slots, the first at position `first`, queries see: (b, t, count)."""
@@ -571,10 +571,11 @@ def read_config(folder: Path, yarn: float | None = None):
                   f"its RoPE is {rope['rope_type']!r}, supported are {', '.join(ROPE_TYPES)} on whole heads")
         rope_frequencies(config)
     except Exception as e:       # transformers has a type for each thing that can be wrong in a config
-        raise ValueError(f"{folder / 'config.json'} cannot be used: {str(e).splitlines()[-1]}") from e
+        raise ValueError(f"{folder / 'config.json'} cannot be used: {str(e).splitlines()[-1].strip()}") from e
     d, heads, kv_heads = config.head_dim, config.num_attention_heads, config.num_key_value_heads
     refuse_if(d not in HEAD_DIMS, f"head_dim {d} is not supported, only {HEAD_DIMS}")
-    refuse_if(heads % kv_heads, f"num_key_value_heads {kv_heads} does not divide num_attention_heads {heads}")
+    refuse_if(kv_heads < 1 or heads % kv_heads,
+              f"num_key_value_heads {kv_heads} does not divide num_attention_heads {heads}")
     refuse_if(config.num_hidden_layers < 1, "the model has no layer: num_hidden_layers is 0")
     refuse_if(config.hidden_act != "silu", f"hidden_act {config.hidden_act!r} is not supported, only silu")
     return config
@@ -611,18 +612,24 @@ def checkpoint_files(folder: Path) -> dict[str, Path]:
     except (OSError, SafetensorError) as e:
         raise ValueError(f"{file} is missing or is not a whole safetensors file") from e
 
-def load_model(folder: Path, config, dtype=torch.float32, device="cpu") -> Model:
-    """Load the checkpoint straight to device and dtype. Raises ValueError if a tensor is missing or odd."""
+def read_tensors(files: dict[str, Path], names: Iterable[str], dtype=None, device="cpu") -> dict[str, Tensor]:
+    """Read the named tensors straight to device and dtype. Raises ValueError for a file that is not whole."""
     from safetensors import SafetensorError, safe_open
-    files, shapes, weights = checkpoint_files(folder), weight_shapes(config), {}
-    missing = sorted(shapes.keys() - files.keys())
-    refuse_if(missing, f"the checkpoint lacks {len(missing)} tensors, {missing[:1]} among them")
-    for file in sorted({files[name] for name in shapes}):
+    tensors, names = {}, [*names]
+    for file in sorted({files[name] for name in names}):
         try:
             with safe_open(file, framework="pt", device=str(device)) as f:
-                weights |= {name: f.get_tensor(name).to(dtype) for name in shapes if files[name] == file}
+                tensors |= {name: f.get_tensor(name).to(dtype) for name in names if files[name] == file}
         except (OSError, SafetensorError) as e:
-            raise ValueError(f"{file} is missing or is not a whole safetensors file") from e
+            raise ValueError(f"{file} is missing or lacks tensors that should be in it") from e
+    return tensors
+
+def load_model(folder: Path, config, dtype=torch.float32, device="cpu") -> Model:
+    """Load the checkpoint straight to device and dtype. Raises ValueError if a tensor is missing or odd."""
+    files, shapes = checkpoint_files(folder), weight_shapes(config)
+    missing = sorted(shapes.keys() - files.keys())
+    refuse_if(missing, f"the checkpoint lacks {len(missing)} tensors, {missing[:1]} among them")
+    weights = read_tensors(files, shapes, dtype, device)
     for name, shape in shapes.items():
         found = tuple(weights[name].shape)
         refuse_if(found != shape, f"{name} has shape {found} where config.json says {shape}")
@@ -713,13 +720,11 @@ def output_hessian(W: Tensor, weight: Tensor) -> Tensor:
 
 def fingerprint(folder: Path) -> str:
     """Hash attention weights of two layers as they lie on disk: the same for every dtype and sharding."""
-    from safetensors import safe_open
     files, digest = checkpoint_files(folder), hashlib.sha256()
     for projection in "qkvo":
         names = sorted(name for name in files if name.endswith(f"self_attn.{projection}_proj.weight"))
-        for name in names[:1] + names[-1:]:
-            with safe_open(files[name], framework="pt") as f:
-                digest.update(f.get_tensor(name).contiguous().view(torch.uint8).numpy().tobytes())
+        for tensor in read_tensors(files, names[:1] + names[-1:]).values():
+            digest.update(tensor.contiguous().view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()[:16]
 
 def save_transforms(path: str, T: dict[str, Tensor], about: dict) -> None:
@@ -727,30 +732,33 @@ def save_transforms(path: str, T: dict[str, Tensor], about: dict) -> None:
     torch.save({side: T[side].cpu() for side in "kv"}, path)
     Path(path + ".json").write_text(json.dumps(about, indent=2) + "\n")
 
-def load_transforms(path: str, config, about: dict, device="cpu") -> dict[str, Tensor]:
-    """Read a transforms file. Raises ValueError if it is broken, misshapen or made for other weights."""
+def read_sidecar(path: str) -> dict:
+    """Read what a transforms file was made from; {} and a note on stderr if nothing says it."""
+    if Path(path + ".json").exists():
+        made = read_json(Path(path + ".json"))
+        lacks = {"model", "fingerprint", "transform", "group"} - made.keys()
+        refuse_if(lacks, f"{path}.json does not say its {', '.join(sorted(lacks))}")
+        return made
+    print(f"note: without {path}.json nothing says which model {path} was made for", file=sys.stderr)
+    return {}
+
+def load_transforms(path: str, config, device="cpu") -> dict[str, Tensor]:
+    """Read a transforms file. Raises ValueError if it is broken or of another shape."""
+    want = config.num_hidden_layers, config.num_key_value_heads, config.head_dim
     try:
         T = torch.load(path, weights_only=True, map_location=device)
-        T = {side: T[side] for side in "kv"}
-        shapes = {side: tuple(t.shape) for side, t in T.items()}
+        T = {side: T[side].to_dense() for side in "kv"}
     except Exception as e:       # by where a file is cut or what it holds, half a dozen types
         raise ValueError(f"{path} cannot be read as a transforms file ({type(e).__name__})") from e
-    want = config.num_hidden_layers, config.num_key_value_heads, config.head_dim
-    for side, shape in shapes.items():
-        l, g, n, m, rows = shape if len(shape) == 5 else (0,) * 5
-        refuse_if((l, g, n * m) != want or rows != m, f"{path} holds transforms of shape {shape}, not of the "
-                  f"model's {want[0]} layers, {want[1]} KV heads and head_dim {want[2]}")
-        t = T[side]
+    for side, t in T.items():
+        l, g, n, m, rows = t.shape if t.dim() == 5 else (0,) * 5
+        refuse_if((l, g, n * m) != want or rows != m,
+                  f"{path} holds transforms of shape {tuple(t.shape)}, not of the model's {want[0]} layers, "
+                  f"{want[1]} KV heads and head_dim {want[2]}")
         finite = t.is_floating_point() and t.isfinite().all()
         refuse_if(not finite, f"{path} holds numbers that are not finite or not floating point")
         T[side] = t = t.float()
         refuse_if((torch.linalg.matrix_rank(t) < m).any(), f"{path} holds transforms that do not invert")
-    if not Path(path + ".json").exists():
-        print(f"note: without {path}.json nothing says which model {path} was made for", file=sys.stderr)
-        return T
-    made, now = read_json(Path(path + ".json")), about["fingerprint"]
-    refuse_if(made.get("fingerprint") != now, f"{path} was made for {made.get('model')}, weights "
-              f"{made.get('fingerprint')}, not for {about['model']}, weights {now}")
     return T
 
 
@@ -862,7 +870,8 @@ def sample(scores: Tensor, temperature: float = 0.0, top_p: float = 1.0, top_k: 
     """Pick a token for each row of logits (b, v): the likeliest at temperature 0, else a random one."""
     if temperature == 0:
         return scores.argmax(-1)
-    scores, order = (scores.float() / temperature).sort(descending=True, stable=True)
+    scores = scores.double() - scores.amax(-1, keepdim=True)     # so that no temperature overflows
+    scores, order = (scores / temperature).sort(descending=True, stable=True)
     p = scores.softmax(-1)
     out = (p.cumsum(-1) - p >= top_p) | (torch.arange(p.shape[-1], device=p.device) >= (top_k or p.shape[-1]))
     out[:, 0] = False                                            # the likeliest token always stays
@@ -902,6 +911,10 @@ def stream_text(tokenizer, tokens: Iterable[int]) -> Iterable[str]:
 
 def prompt_tokens(tokenizer, prompt: str, raw: bool = False, thinking: bool = False) -> list[int]:
     """Tokenize a prompt through the model's chat template, or as it stands if `raw` or if there is none."""
+    try:
+        prompt.encode()
+    except UnicodeEncodeError as e:
+        raise ValueError("the prompt is not UTF-8") from e
     if raw or not tokenizer.chat_template:
         ids = tokenizer(prompt)["input_ids"]
     else:
@@ -960,9 +973,9 @@ class Options:
     quantizer: str = option("quest", "rule that places the levels", choices=QUANTIZERS)
     clip_k: float = option(0.96, "affine: share of a key group left unclipped", float, low=0, high=1)
     clip_v: float = option(0.92, "affine: share of a value group left unclipped", float, low=0, high=1)
-    sink: int = option(16, "first tokens kept in model dtype", int, low=0)
-    keep: int = option(128, "last tokens kept in model dtype, at least", int, low=0)
-    flush: int = option(16, "tokens quantized together", int, low=1)
+    sink: int = option(16, "first tokens kept in model dtype", int, low=0, high=2 ** 20)
+    keep: int = option(128, "last tokens kept in model dtype, at least", int, low=0, high=2 ** 20)
+    flush: int = option(16, "tokens quantized together", int, low=1, high=2 ** 20)
     calib: str | None = option(None, "calibration text, a file or fineweb-edu (the model folder's calib.txt)")
     calib_seqs: int = option(16, "calibration sequences; the paper takes 128", int, low=1)
     calib_len: int = option(1024, "tokens of each; the paper takes 32768", int, low=2)
@@ -1005,6 +1018,8 @@ def parse(argv: list[str] | None) -> Options:
         parser.error("--bits sets both sides: give it, or --k-bits and --v-bits")
     if o.save and 16 in (o.bits, min(o.k_bits or 0, o.v_bits or 0)):
         parser.error("--save has nothing to write where --bits is 16")
+    if o.json and o.save and o.json in (o.save, o.save + ".json"):
+        parser.error("--json and --save, which also writes a .json file, would overwrite each other")
     if o.task == "calibrate" and (not o.save or o.transforms):
         parser.error("--task calibrate makes transforms: it needs --save FILE and takes no --transforms")
     return o
@@ -1037,6 +1052,8 @@ def read_tokens(source: str, tokenizer, flag: str, count: int, length: int, skip
 
 def read_tokenizer(folder: Path, config):
     """Load the tokenizer. Raises ValueError if there is none or if it is another model's."""
+    files = "tokenizer.json", "tokenizer.model", "vocab.json"
+    refuse_if(not any((folder / file).is_file() for file in files), f"{folder} holds no tokenizer.json")
     from transformers import AutoTokenizer
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder)
@@ -1075,47 +1092,69 @@ class Job(NamedTuple):
     prompt: list[int]
     eos: list[int]
 
+def check_writable(path: str | None) -> None:
+    """Raise OSError now, not in an hour, if a result could not be written."""
+    if path:
+        new = not Path(path).exists()
+        Path(path).open("a").close()
+        if new:
+            Path(path).unlink()
+
 def prepare(o: Options) -> Job:
     """Check everything, the cheap before the slow, then load the model and read or derive the transforms."""
-    for path in filter(None, (o.json, o.save)):
-        Path(path).open("a").close()           # what cannot be written fails now, not in an hour
+    check_writable(o.json)
+    check_writable(o.save)
     device, dtype = pick_device(o.device, o.dtype)
     small_files = "*.json", "*.txt", "*.model", "*.jinja"
     folder = fetch(o.model, *small_files)
-    config = read_config(folder, o.yarn)
-    d, limit = config.head_dim, config.max_position_embeddings
+    config, made = read_config(folder, o.yarn), read_sidecar(o.transforms) if o.transforms else {}
+    o = dataclasses.replace(o, transform=made.get("transform", o.transform), group=made.get("group", o.group))
+    d = config.head_dim
     refuse_if(o.group and d % o.group, f"--group {o.group} does not divide the head_dim {d}")
-    k_codec, v_codec = codecs(o)
-    tokenizer = read_tokenizer(folder, config)
-    prompt = prompt_tokens(tokenizer, o.prompt, o.raw, o.thinking)
-    longest = max(len(prompt) + o.max_new_tokens, o.calib_len, o.eval_len)
-    refuse_if(longest > limit, f"{longest} tokens (of prompt and answer, --calib-len or --eval-len) are over "
-              f"the model's {limit} positions")
-    own = lambda file, dataset: str(folder / file) if (folder / file).is_file() else dataset
-    source = o.calib or own("calib.txt", "fineweb-edu")
+    (k_codec, v_codec), tokenizer, eos = codecs(o), read_tokenizer(folder, config), end_tokens(folder)
     names = [*dict.fromkeys(COMPARED.get(o.task, []) + [o.transform])]
     if k_codec.bits == v_codec.bits == 16:
         names = []
     elif o.transforms:                         # without a calibration only these can be compared with it
         names = [name for name in names if name in DATA_FREE and name != o.transform]
-    texts, calib = [], []
-    if o.task in COMPARED:
-        refuse_if(names and o.task != "error" and o.eval_len <= o.sink + o.keep + o.flush,
-                  f"--eval-len {o.eval_len} fits into the windows: nothing would be quantized")
-        text = o.eval or own("eval.txt", "wikitext2")
-        texts = read_tokens(text, tokenizer, "--eval", o.eval_seqs, o.eval_len, o.eval_skip)
-    if set(names) - set(DATA_FREE):
-        calib = read_tokens(source, tokenizer, "--calib", o.calib_seqs, o.calib_len)
+    prompt, texts, calib, source = read_inputs(o, folder, config, tokenizer, names)
     folder = fetch(o.model, *small_files, "*.safetensors")
     about = {"model": o.model, "fingerprint": fingerprint(folder), "transform": o.transform, "group": o.group,
              "calibration_text": source, "calibration_tokens": sum(map(len, calib))}
-    given = {o.transform: load_transforms(o.transforms, config, about, device)} if o.transforms else {}
+    if made and made["fingerprint"] != about["fingerprint"]:
+        raise ValueError(f"{o.transforms} was made for {made['model']}, weights {made['fingerprint']}, not "
+                         f"for {o.model}, weights {about['fingerprint']}")
+    given = {o.transform: load_transforms(o.transforms, config, device)} if o.transforms else {}
     model = load_model(folder, config, dtype, device)
     moments = calibrate(model, calib, "wush_a" in names)
     transforms = {name: derive(moments, name, o.group) for name in names} | given
     if o.save:
         save_transforms(o.save, transforms[o.transform], about)
-    return Job(o, model, tokenizer, (k_codec, v_codec), transforms, texts, prompt, end_tokens(folder))
+    return Job(o, model, tokenizer, (k_codec, v_codec), transforms, texts, prompt, eos)
+
+def read_inputs(o: Options, folder: Path, config, tokenizer, names: list[str]) -> tuple:
+    """Tokenize what the task reads: prompt, evaluation and calibration sequences, their source last."""
+    own = lambda file, dataset: str(folder / file) if (folder / file).is_file() else dataset
+    prompt, texts, calib, lengths = [], [], [], {}
+    if o.task in ("report", "generate"):
+        prompt = prompt_tokens(tokenizer, o.prompt, o.raw, o.thinking)
+        lengths["prompt and --max-new-tokens"] = len(prompt) + o.max_new_tokens
+    if o.task in COMPARED:
+        lengths["--eval-len"] = o.eval_len
+    if calibrates := bool(set(names) - set(DATA_FREE)):
+        lengths["--calib-len"] = o.calib_len
+    for what, length in lengths.items():
+        refuse_if(length > config.max_position_embeddings,
+                  f"{what}: {length} tokens are over the model's {config.max_position_embeddings} positions")
+    refuse_if(names and o.task in ("ppl", "report") and o.eval_len <= o.sink + o.keep + o.flush,
+              f"--eval-len {o.eval_len} fits into the windows: nothing would be quantized")
+    if o.task in COMPARED:
+        text = o.eval or own("eval.txt", "wikitext2")
+        texts = read_tokens(text, tokenizer, "--eval", o.eval_seqs, o.eval_len, o.eval_skip)
+    source = o.calib or own("calib.txt", "fineweb-edu")
+    if calibrates:
+        calib = read_tokens(source, tokenizer, "--calib", o.calib_seqs, o.calib_len)
+    return prompt, texts, calib, source
 
 def make_cache(job: Job, quantized: bool) -> tuple[Model, list[WindowCache]]:
     """Return model and empty caches for one sequence: values folded and codes packed, or both ordinary."""
@@ -1172,7 +1211,8 @@ def memory_task(job: Job) -> dict:
     o, c, (k_codec, v_codec) = job.options, job.model.config, job.codecs
     elements = 2 * c.num_hidden_layers * c.num_key_value_heads * c.head_dim          # of a token
     codecs = {"k_codec": k_codec, "v_codec": v_codec}
-    held = cache_bytes(c, o.eval_len, sink=o.sink, keep=o.keep, flush=o.flush, **codecs)
+    keep = o.keep if job.transforms else None
+    held = cache_bytes(c, o.eval_len, sink=o.sink, keep=keep, flush=o.flush, **codecs)
     packed = cache_bytes(c, 4096, sink=0, keep=0, flush=1, **codecs)
     bits, packed_bits = 8 * held / elements, 8 * packed / elements
     print(f"KV cache, bytes per token: {2 * elements} in 16 bits; {packed:.0f} once packed, scales included, "
@@ -1182,8 +1222,9 @@ def memory_task(job: Job) -> dict:
 def report_task(job: Job) -> dict:
     """Print the whole story, unquantized and quantized: memory, error, perplexity, speed and text."""
     o, c, (k_codec, v_codec) = job.options, job.model.config, job.codecs
-    heads = f"{c.num_attention_heads} query and {c.num_key_value_heads} KV heads of {c.head_dim}"
-    print(f"{o.model}: {c.num_hidden_layers} layers, {heads}; {k_codec.bits}-bit keys, {v_codec.bits}-bit values")
+    heads = f"{c.num_attention_heads} query heads, {c.num_key_value_heads} KV heads of {c.head_dim}"
+    widths = f"{k_codec.bits}-bit keys, {v_codec.bits}-bit values"
+    print(f"{o.model}: {c.num_hidden_layers} layers, {heads}; {widths}")
     figures, error, ppl = memory_task(job), error_task(job, sink=0), ppl_task(job)
     figures |= error | ppl | {"standard_error": error["standard_error"] | ppl["standard_error"]}
     figures |= {"tokens_per_second": {}, "text": {}}
@@ -1203,6 +1244,7 @@ def main(argv: list[str] | None = None) -> None:
         job = prepare(o)
     except (ValueError, OSError) as e:
         sys.exit(f"wush_kv: {e}")
+    o = job.options
     figures = {"model": o.model, "bits": o.bits, "k_bits": job.codecs[0].bits, "v_bits": job.codecs[1].bits}
     figures |= TASKS[o.task](job)
     figures["seconds"] = time.perf_counter() - start

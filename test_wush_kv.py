@@ -1,0 +1,1349 @@
+"""The laws of WUSH-KV as property-based tests, its equality with transformers, and what users get wrong.
+
+A test's name is a theorem. Hypothesis draws sizes, seeds and kinds of data; each tolerance says where it
+comes from. No network, no GPU: every model is made here. Norm weights are random, or a wrong norm would pass;
+head_dim is not hidden/heads; every input that is to be quantized is long enough for it. P01, P02, ... number
+the faults that users of key-value cache quantization have reported elsewhere.
+"""
+import functools
+import json
+import math
+import random
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings, strategies as st
+from safetensors.torch import load_file, save_file
+
+import wush_kv as W
+from kernels import join_pair, pack_ref, split_pair, unpack_ref
+from wush_kv import Codec
+
+torch.set_num_threads(1)      # the tensors are small: threads would only wait for each other
+OFF, TWO = Codec(16), Codec(2)
+SHAPE = dict(hidden_size=64, num_attention_heads=8, num_key_value_heads=2, head_dim=16, num_hidden_layers=2,
+             vocab_size=256, intermediate_size=96, max_position_embeddings=1024, initializer_range=0.15,
+             tie_word_embeddings=False, bos_token_id=None, eos_token_id=None,
+             rope_parameters={"rope_type": "default", "rope_theta": 1e6})
+WINDOWS = dict(sink=4, keep=24, flush=8)
+
+def tiny(kind="qwen3", seed=0, **changes):
+    """Make a random transformers model: norms around 1 but none equal to 1, biases far from 0."""
+    from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+    make, config = dict(qwen3=(Qwen3ForCausalLM, Qwen3Config), llama=(LlamaForCausalLM, LlamaConfig))[kind]
+    torch.manual_seed(seed)
+    hf = make(config(**SHAPE | changes)).eval()
+    for name, p in hf.named_parameters():
+        if "norm" in name:
+            p.data.uniform_(0.5, 1.5)
+        elif name.endswith("bias"):
+            p.data.normal_(std=0.3)
+    return hf
+
+
+def law(*strategies):
+    how = settings(max_examples=20, deadline=None, derandomize=True, database=None)
+    return lambda f: how(given(*strategies)(f))
+
+
+def sizes(*choices):
+    return st.sampled_from(choices)
+
+
+seeds, powers = st.integers(0, 2 ** 32 - 1), st.floats(-12, 12)
+codecs = st.builds(W.Codec, sizes(2, 3, 4, 8), sizes(*W.QUANTIZERS), sizes(0.92, 0.96, 1.0), sizes(None, 16))
+
+
+def normal(seed, *shape):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def integers(seed, below, *shape):
+    return torch.randint(0, below, shape, generator=torch.Generator().manual_seed(seed))
+
+
+def data(kind, seed, s, d):
+    """Draw rows (s, d) of a kind."""
+    x, channel, row = normal(seed, s, d), torch.arange(d), torch.arange(s)[:, None]
+    return {"normal": x, "outlier": torch.where(channel == 1, 1e4 * x, x), "dead": x * (channel != 1),
+            "token": x * (row == 0), "constant": torch.full_like(x, -3.0), "zeros": 0 * x,
+            "tiny": 1e-30 * x, "large": 1e4 * x}[kind]
+
+
+def all_kinds(seed, d):
+    """Draw four rows of each kind that a quantizer must stand: (24, d) float32."""
+    kinds = "normal", "outlier", "constant", "zeros", "tiny", "large"
+    return torch.cat([data(kind, seed + i, 4, d) for i, kind in enumerate(kinds)]).float()
+
+
+def moment(x):
+    return x.mT @ x
+
+
+def trace(S):
+    return S.diagonal(dim1=-2, dim2=-1).sum(-1)
+
+
+def moments(seed, d, heads=1):
+    """Draw M and H (heads, d, d), with axes of their own and strengths of 0.2 to 5: condition about 1e3."""
+    x, U = normal(seed, 2, heads, 3 * d, d), torch.linalg.qr(normal(seed + 1, 2, heads, d, d)).Q
+    return tuple(moment(x * torch.logspace(-0.7, 0.7, d, dtype=torch.float64) @ U))
+
+
+def close(a, b, tolerance):
+    """The largest deviation is within `tolerance` of the largest entry."""
+    return a.shape == b.shape and bool((a - b).abs().max() <= tolerance * b.abs().max())
+
+
+# ---- transforms
+
+@pytest.mark.parametrize("n", [0, 1, 2, 16, 24, 64, 80, 96, 128, 256])
+def test_hadamard_is_sylvesters_orthonormal_matrix_or_refused_by_name(n):
+    """P07. Sylvester's entry (i, j) is (−1)^popcount(i & j)."""
+    if n.bit_count() != 1:
+        with pytest.raises(ValueError, match=str(n)):
+            W.hadamard(n)
+        return
+    signs = torch.tensor([[(-1.0) ** (i & j).bit_count() for j in range(n)] for i in range(n)])
+    assert close(W.hadamard(n), signs.double() / math.sqrt(n), 1e-15)
+    assert close(moment(W.hadamard(n)), torch.eye(n).double(), 1e-12)
+
+
+@pytest.mark.parametrize("m", [None, 8])
+@pytest.mark.parametrize("name", W.TRANSFORMS)
+def test_transform_rules_share_one_signature(name, m):
+    """(gram, hess, m) -> (l, g, n, m, m), float64, layer by layer; blocks must divide the head."""
+    M, H = (torch.stack([S, S.flip(-1, -2)]) for S in moments(1, 32, heads=2))
+    rule, keys, values = W.TRANSFORMS[name]
+    T = rule(gram=M, hess=H, m=m)
+    assert T.dtype == torch.float64
+    assert T.shape == ((2, 2, 1, 32, 32) if m is None or name == "oscar" else (2, 2, 4, 8, 8))
+    assert close(rule(M[1], H[1], m), T[1], 1e-9)
+    if name in ("identity", "hadamard", "oscar"):
+        assert close(T @ T.mT, torch.eye(T.shape[-1]).double().expand_as(T), 1e-12)
+    if name in ("identity", "hadamard"):
+        assert (T == (W.hadamard(m or 32) if name == "hadamard" else torch.eye(m or 32))).all()
+    calibrated = dict(zip(("k", "q", "v", "o", "v_oscar", "q_attn", "o_attn"), normal(2, 7, 2, 2, 40, 32)))
+    calibrated = {key: moment(x) for key, x in calibrated.items()}
+    hessians = {"oscar": ("q", "v_oscar"), "wush_a": ("q_attn", "o_attn")}.get(name, ("q", "o"))
+    assert (keys, values) == tuple(zip("kv", hessians))
+    for side, (gram, hess) in {"k": keys, "v": values}.items():
+        derived, expected = W.derive(calibrated, name, m)[side], rule(calibrated[gram], calibrated[hess], m)
+        assert derived.is_contiguous() and torch.equal(derived, expected.float())
+
+
+@pytest.mark.parametrize("name", W.TRANSFORMS)
+def test_transform_rules_refuse_blocks_that_do_not_divide_the_head(name):
+    for m in (24, 64):
+        with pytest.raises(ValueError):
+            W.TRANSFORMS[name][0](*moments(0, 32), m)
+
+
+@law(seeds, sizes(8, 16, 32), sizes(1, 2, 4))
+def test_oscar_deals_the_mean_hessians_eigenvectors_evenly_to_the_groups(seed, d, groups):
+    """With 𝓗 undone in each group T H̄ Tᵀ is diagonal; of each `groups` eigenvalues in a row each has one.
+
+    T is the same for all heads. eigh's backward error is about eps·d.
+    """
+    (M, H), m = moments(seed, d, heads=3), d // groups
+    T, unspread = W.oscar(M, H, m), torch.block_diag(*[W.hadamard(m)] * groups)
+    assert T.shape == (3, 1, d, d) and (T == T[:1]).all()
+    D, lam = unspread @ T[0, 0] @ H.mean(0) @ T[0, 0].mT @ unspread, torch.linalg.eigvalsh(H.mean(0))
+    assert close(D, D.diagonal().diag(), 1e-14 * d)
+    dealt = D.diagonal().view(groups, m).sort(-1).values.mT.sort(-1).values
+    assert close(dealt, lam.view(m, groups), 1e-14 * d)
+
+
+@law(seeds, sizes(2, 16, 64), powers, powers, sizes("normal", "outlier", "dead", "token", "tiny", "large"))
+def test_wush_ignores_the_scale_of_its_moments_and_keeps_the_norm(seed, d, a, b, kind):
+    """wush(aM, bH) = wush(M, H): bit for bit at powers of two, else up to signs of eigenvectors, not in TᵀT.
+
+    TᵀT = c² · geometric mean of H and M⁻¹; its error is eps times their condition numbers, 1 + d/γ each.
+    """
+    M, H = moment(data(kind, seed, 40, d)), moment(normal(seed + 1, 40, d))
+    T = W.wush(M, H)
+    assert torch.equal(W.wush(2.0 ** round(3 * a) * M, 2.0 ** round(3 * b) * H), T)
+    assert close(moment(W.wush(10 ** a * M, 10 ** b * H)), moment(T), 2.0 ** -52 * (1 + d / 1e-2) ** 2)
+    assert abs(trace(T @ M @ T.mT) / trace(M) - 1).max() <= 1e-12
+
+
+@law(seeds, sizes(2, 16, 64), sizes(1e-2, 0.3))
+def test_wush_balances_the_damped_moments_with_a_constant_diagonal(seed, d, damping):
+    """P42. T M Tᵀ/c² = c² T⁻ᵀ H T⁻¹ = 𝓗 Λ^(1/2) 𝓗ᵀ, Λ of LᵀML; so c⁴ is the ratio of the two traces."""
+    M, H = (S[0] for S in moments(seed, d))
+    T = W.wush(M, H, damping=damping)[0]
+    M, H = (S + damping * S.diagonal().mean() * torch.eye(d).double() for S in (M, H))
+    L, inverse = torch.linalg.cholesky(H), torch.linalg.inv(T)
+    stored, consumed = T @ M @ T.mT, inverse.mT @ H @ inverse
+    c2 = (trace(stored) / trace(consumed)).sqrt()
+    assert close(stored / c2, c2 * consumed, 1e-8)
+    assert close(stored.diagonal(), stored.diagonal().mean().expand(d), 1e-8)
+    spectrum = W.hadamard(d) @ stored @ W.hadamard(d) / c2
+    assert close(spectrum, spectrum.diagonal().diag(), 1e-8)
+    assert close(spectrum.diagonal().sort().values, torch.linalg.eigvalsh(L.mT @ M @ L).sqrt(), 1e-8)
+
+
+@law(seeds, sizes(2, 8, 32))
+def test_wush_is_the_best_invertible_transform(seed, d):
+    """Undamped, tr(T M Tᵀ)·tr(T⁻ᵀ H T⁻¹) is (tr (LᵀML)^(1/2))², and no T, near or far, goes below."""
+    M, H = (S[0] for S in moments(seed, d))
+    cost = lambda T: trace(T @ M @ T.mT) * trace(torch.linalg.inv(T).mT @ H @ torch.linalg.inv(T))
+    L, T = torch.linalg.cholesky(H), W.wush(M, H, damping=0.0)[0]
+    least = torch.linalg.eigvalsh(L.mT @ M @ L).sqrt().sum() ** 2
+    assert abs(cost(T) / least - 1) <= 1e-8              # eps·cond(M)·cond(H) is about 1e-9
+    near, far = T + T @ normal(seed + 3, 50, d, d) * 0.05, normal(seed + 2, 50, d, d)
+    whitening = torch.stack([L.mT, torch.linalg.cholesky(M).inverse()])
+    assert (cost(torch.cat([far, near, whitening])) > least).all()
+
+
+@law(seeds, sizes(16, 128), *[sizes("normal", "outlier", "dead", "token", "large")] * 2)
+def test_wush_is_well_conditioned_whatever_the_moments(seed, d, stored, consumed):
+    """Damped, eigenvalues lie in tr/d·[γ, d + γ]; TᵀT is a geometric mean: so cond(T) ≤ √(1 + d/γ) ≤ 114.
+
+    So T T⁻¹ = I within about 2⁻²⁴·√d·cond(T) < 1e-3 in float32.
+    """
+    T = W.wush(moment(data(stored, seed, 40, d)), moment(data(consumed, seed + 1, 40, d)))
+    assert torch.linalg.cond(T).max() <= math.sqrt(1 + d / 1e-2) * (1 + 1e-6)
+    assert close(T.float() @ W.inverse_transpose(T[None, 0].float())[0].mT, torch.eye(d)[None], 1e-3)
+
+
+@law(seeds, sizes(2, 16, 64), st.booleans())
+def test_wush_of_nothing_is_hadamard(seed, d, no_keys):
+    """M = 0 or H = 0 of one head leaves the others alone; NaN is refused."""
+    M, H = moments(seed, d, heads=2)
+    T = W.wush(M, H)
+    (M if no_keys else H)[0] = 0
+    assert close(W.wush(M, H)[0, 0], W.hadamard(d), 1e-12) and torch.equal(W.wush(M, H)[1], T[1])
+    with pytest.raises(ValueError, match="NaN"):
+        W.wush(M / 0, H)
+
+
+@law(seeds, sizes(2, 4, 16), sizes(1, 2, 4))
+def test_wush_derives_each_block_from_its_own_diagonal_block(seed, m, n):
+    M, H = moments(seed, m * n, heads=2)
+    T, parts = W.wush(M, H, m), [slice(i, i + m) for i in range(0, m * n, m)]
+    assert close(T, torch.cat([W.wush(M[:, i, i], H[:, i, i]) for i in parts], 1), 1e-9)
+
+
+@law(seeds, sizes(4, 16), sizes(1, 2))
+def test_query_and_key_transforms_cancel_and_nothing_else_does(seed, m, n):
+    """P47. (T⁻ᵀq)·(T k) = q·k at cond(T) = 1e4, to eps·cond = 1e-12 times √d; with T q or T⁻¹q it is not."""
+    U, V = torch.linalg.qr(normal(seed, 2, 2, n, m, m)).Q
+    T = U * torch.logspace(0, -4, m, dtype=torch.float64) @ V
+    q, k = normal(seed + 1, 1, 2, 3, 5, m * n), W.apply(T, normal(seed + 2, 1, 2, 7, m * n))
+    scores = lambda q, k: torch.einsum("bgrtd,bgsd->bgrts", q, k)
+    exact = scores(q, normal(seed + 2, 1, 2, 7, m * n))
+    assert close(scores(W.apply(W.inverse_transpose(T), q), k), exact, 1e-9)
+    assert not any(close(scores(W.apply(wrong, q), k), exact, 0.1) for wrong in (T, torch.linalg.inv(T)))
+
+
+# ---- why keys cannot be folded
+
+def test_key_transform_that_commutes_with_rope_and_norm_is_signs_on_both_halves():
+    """T R_p = R_p T at a few p leaves rotation-scalings of the pairs (i, i + d/2): d numbers.
+
+    Commuting with a generic norm weight too, a scale a pair: d/2. Keeping the RMS, ‖Tx‖ = ‖x‖: their signs.
+    """
+    d, model = 8, SimpleNamespace(inv_freq=10.0 ** -torch.arange(0, 4), rope_scale=1.0)
+    cos, sin = W.rope_tables(model, torch.tensor([[1, 7, 77, 1003]]), torch.float64)
+    I, zero, weight = torch.eye(d).double(), torch.zeros(d).double(), normal(0, d).abs().diag()
+    R, quarter_turn = [W.rope(I, c, s) for c, s in zip(cos[0], sin[0])], W.rope(I, zero, zero + 1)
+    commutator = lambda A: torch.kron(I, A) - torch.kron(A.mT.contiguous(), I)
+    free = lambda *fixed: (torch.linalg.svdvals(torch.cat([commutator(A) for A in fixed])) < 1e-9).sum()
+    assert free(*R) == d and free(*R, weight) == d // 2
+    a, b = (torch.cat([x, x]).diag() for x in normal(1, 2, d // 2))    # as many numbers: these are all
+    assert max((T @ A - A @ T).abs().max() for T in (a, b @ quarter_turn) for A in R) < 1e-12
+    assert (a @ weight == weight @ a).all() and close(moment(a), a.diagonal().square().diag(), 1e-15)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_key_transform_folded_into_the_projection_survives_only_as_such_signs(seed):
+    """W_K ← T W_K gives keys T k after norm and RoPE for signs alike on both halves, which move nothing."""
+    model, x, p = tiny_pair()[1], normal(seed, 1, 9, 64).float(), "model.layers.0.self_attn.k_proj."
+    tables = W.rope_tables(model, torch.arange(3, 12)[None], x.dtype)
+    keys = lambda changed: W.project(model._replace(weights=model.weights | changed), 0, x, *tables)[1]
+    fold = lambda T: {p + i: torch.block_diag(T, T) @ model.weights[p + i] for i in ("weight", "bias")}
+    survives = lambda T: close(keys(fold(T)), keys({}) @ T.mT, 1e-4)
+    half = normal(seed, 8).sign()
+    signs = torch.cat([half, half]).diag().float()
+    uneven, scaled, turned = signs.clone(), signs.clone(), signs.clone()
+    uneven[0, 0] *= -1
+    scaled[[0, 8], [0, 8]] *= 2
+    turned[[0, 0, 8, 8], [0, 8, 0, 8]] = torch.tensor([0.6, -0.8, 0.8, 0.6])
+    assert survives(signs) and torch.equal(keys(fold(signs)).abs(), keys({}).abs())
+    assert not any(survives(T) for T in (uneven, scaled, turned, signs.roll(1, 0), W.hadamard(16).float()))
+
+
+# ---- quantizers
+
+QUEST_ALPHA = {1: 0.79788456, 2: 1.49353462, 3: 2.05106835, 4: 2.51393058, 8: 3.88493868}
+
+
+@pytest.mark.parametrize("bits, published", QUEST_ALPHA.items())
+def test_gaussian_clip_has_the_least_error_on_a_gaussian(bits, published):
+    """The midpoint rule at step 1e-4 is exact to 1e-9. QuEST's α is near the minimum: 1 % below at 8 bits."""
+    x, a = torch.arange(-12, 12, 1e-4, dtype=torch.float64) + 5e-5, W.gaussian_clip(bits)
+    density, top = (-x ** 2 / 2).exp() * 1e-4 / math.sqrt(2 * math.pi), 2 ** bits - 1
+    levels = lambda a: ((x + a) / (2 * a / top)).round().clamp(0, top) * (2 * a / top) - a
+    error = lambda a: (density * (x - levels(a)).square()).sum().item()
+    assert all(error(a) < error(a * by) for by in (0.6, 0.9, 0.98, 1.02, 1.1, 1.6))
+    assert error(a) <= error(published) + 1e-9 and abs(a / published - 1) <= (1e-2 if bits == 8 else 1e-4)
+
+
+def test_affine_2_bits_of_eight_numbers_worked_by_hand():
+    """x = (−1, −0.6, −0.2, 0, 0.4, 0.8, 1.2, 2): min −1, range 3: step 1, offset −1, exact in bfloat16.
+
+    (x + 1)/1 = 0, 0.4, 0.8, 1, 1.4, 1.8, 2.2, 3 rounds to 0 0 1 1 1 2 2 3, read back as −1 −1 0 0 0 1 1 2.
+    Byte 0 has channels 0 2 4 6, codes 0 1 1 2: 0 + 1·4 + 1·16 + 2·64 = 148; byte 1: channels 1 3 5 7, codes 0
+    1 2 3: 0 + 4 + 32 + 192 = 228. The pair: 1.0 is 0x3f80, its low half, −1.0 is 0xbf80, its high half.
+    """
+    x = torch.tensor([-1, -0.6, -0.2, 0, 0.4, 0.8, 1.2, 2])
+    codes, scale, offset = W.quantize(x, W.Codec(2, "affine"))
+    assert (codes.tolist(), scale.item(), offset.item()) == ([0, 0, 1, 1, 1, 2, 2, 3], 1, -1)
+    assert W.dequantize(codes, scale, offset).tolist() == [-1, -1, 0, 0, 0, 1, 1, 2]
+    assert pack_ref(codes, 2).tolist() == [148, 228]
+    assert join_pair(scale, offset).item() == 0xbf803f80 - 2 ** 32
+
+
+def rounds_to(value, stored):
+    """`stored` is `value` within half a step of bfloat16's 8 significant bits, and some float32 noise."""
+    half_step = 2.0 ** (np.frexp(value)[1] - 9) * (value != 0)
+    return (abs(stored.double().numpy() - value) <= half_step * 1.001).all()
+
+
+@law(seeds, codecs, sizes(16, 64, 128))
+def test_quantizer_pair_is_its_rule_rounded_to_bfloat16(seed, codec, d):
+    """QuEST: ±α_b RMS. Affine: min and max after clamping to the ⌊κm⌋-th smallest |x|; κ = 1 is min/max."""
+    x, top = all_kinds(seed, d), 2 ** codec.bits - 1
+    rows = x.double().unflatten(-1, (-1, codec.group or d)).numpy()
+    tau = np.sort(abs(rows))[..., min(int(codec.clip * rows.shape[-1]), rows.shape[-1] - 1), None]
+    reach, clamped = W.gaussian_clip(codec.bits) * np.sqrt((rows ** 2).mean(-1)), np.clip(rows, -tau, tau)
+    low, high = (-reach, reach) if codec.rule == "quest" else (clamped.min(-1), clamped.max(-1))
+    _, scale, offset = W.quantize(x, codec)
+    assert scale.dtype == offset.dtype == torch.bfloat16 and scale.shape == offset.shape == low.shape
+    assert rounds_to(low, offset) and rounds_to(np.maximum((high - low) / top, 2.0 ** -126), scale)
+
+
+@law(seeds, codecs, sizes(16, 64, 128))
+def test_quantizer_picks_the_nearest_level_of_the_stored_pair(seed, codec, d):
+    """Inside the grid of the *stored* scale and offset the error is at most step/2, outside its distance.
+
+    Plus float32 rounding of (x − offset)/scale and of the readout: 2⁻²² of the quantities there.
+    """
+    x, top = all_kinds(seed, d), 2 ** codec.bits - 1
+    codes, scale, offset = W.quantize(x, codec)
+    s, o = (p.double().repeat_interleave(codec.group or d, -1) for p in (scale, offset))
+    read, noise = W.dequantize(codes, scale, offset), 2.0 ** -22 * (x.abs() + o.abs() + s * top)
+    assert codes.dtype == torch.uint8 and codes.max() <= top and read.dtype == torch.float32
+    assert ((read - (s * codes + o)).abs() <= noise).all()
+    assert ((read - x).abs() <= torch.stack([s / 2, o - x, x - o - s * top]).amax(0) + noise).all()
+
+
+@law(seeds, codecs, sizes(16, 128))
+def test_quantizer_of_a_group_depends_on_that_group_alone(seed, codec, d):
+    """P01. Rows of zeros read back as zeros, and their neighbours are bit for bit as if alone."""
+    x, m = normal(seed, 4, d).float() * torch.tensor([[0.0], [1], [0], [1]]), codec.group or d
+    codes, *pair = W.quantize(x, codec)
+    assert (W.dequantize(codes, *pair)[::2].abs() <= 1e-6).all()
+    for i, j in np.ndindex(4, d // m):
+        alone, *alone_pair = W.quantize(x[i, j * m:j * m + m], codec._replace(group=None))
+        assert torch.equal(codes[i, j * m:j * m + m], alone) and [p[i, j] for p in pair] == alone_pair
+
+
+@pytest.mark.parametrize("c", [0.01, -3, 1e-6])
+def test_quantizer_keeps_a_constant_row(c):
+    """P02. Affine: c as bfloat16. QuEST, 2 bits: its level 0.498 c or 1.494 c, 0.502 or 0.494 away."""
+    x = torch.full((64,), c)
+    affine, quest = (W.dequantize(*W.quantize(x, W.Codec(2, rule))) for rule in ("affine", "quest"))
+    assert ((affine - c).abs() <= 2.0 ** -8 * abs(c)).all()
+    assert (quest * c > 0).all() and ((quest - c).abs() <= 0.51 * abs(c)).all()
+
+
+@law(seeds, codecs, st.integers(-12, 12))
+def test_quantizer_commutes_with_powers_of_two_bit_for_bit(seed, codec, power):
+    """2^j leaves 1e-30/255 a normal number. The scale of a group without a range stays the smallest one."""
+    x = all_kinds(seed, 64)
+    (codes, scale, offset), (codes2, scale2, offset2) = (W.quantize(y, codec) for y in (x, 2.0 ** power * x))
+    ranged = scale.double() > 2.0 ** -126
+    assert torch.equal(offset2, 2.0 ** power * offset)
+    assert torch.equal(scale2[ranged], 2.0 ** power * scale[ranged])
+    read, read2 = W.dequantize(codes, scale, offset), W.dequantize(codes2, scale2, offset2)
+    assert torch.equal(read2, 2.0 ** power * read)
+
+
+@law(seeds, sizes(2, 3, 4), sizes(16, 64, 128))
+def test_affine_of_what_was_read_back_changes_nothing(seed, bits, d):
+    """Min/max: up to 4 bits the pair rounds by under half a step: both end codes occur, the grid returns."""
+    cycle = lambda x: W.dequantize(*W.quantize(x, W.Codec(bits, "affine")))
+    once = cycle(all_kinds(seed, d))
+    assert torch.equal(cycle(once), once)
+
+
+@law(seeds, sizes(*W.QUANTIZERS), sizes(16, 128))
+def test_quantizer_error_falls_with_bits(seed, rule, d):
+    x = normal(seed, 16, d)
+    errors = [(W.dequantize(*W.quantize(x, W.Codec(bits, rule))) - x).square().sum() for bits in (2, 3, 4, 8)]
+    assert errors == sorted(errors, reverse=True) and errors[0] > 30 * errors[3]
+
+
+@pytest.mark.parametrize("shape, clip", [((8, 64, 128), 0.96), ((8, 64, 128), 0.92), ((2 ** 24 + 8,), 0.96)])
+def test_affine_clip_is_numpys_percentile_of_any_number_of_bfloat16(shape, clip):
+    """P49: torch.quantile refuses both. The ⌊κm⌋-th smallest, from 0, is numpy's "higher" percentile here."""
+    x = normal(0, *shape).bfloat16()
+    tau = np.percentile(x.abs().float().numpy(), 100 * clip, axis=-1, method="higher", keepdims=True)
+    clamped = np.clip(x.float().numpy(), -tau, tau)
+    _, scale, offset = W.quantize(x, W.Codec(2, "affine", clip))
+    assert rounds_to(clamped.min(-1, keepdims=True), offset)
+    assert rounds_to(np.ptp(clamped, -1, keepdims=True) / 3, scale)
+
+
+@law(seeds)
+def test_affine_clips_an_outlier_and_spares_the_others(seed):
+    """P49. One of 128 values is 100 times too large: κ = 0.96 leaves the others 0.6 of the error or less."""
+    x = normal(seed, 128)
+    x[5] = 100 * x.abs().max()
+    error = lambda clip: (W.dequantize(*W.quantize(x, W.Codec(2, "affine", clip))) - x)[6:].square().sum()
+    assert error(0.96) <= 0.6 * error(1.0)
+
+
+# ---- packing
+
+@law(seeds, sizes(2, 3, 4, 8), sizes(16, 64, 128), sizes((), (3,), (2, 1, 5)))
+def test_packing_is_undone_and_lays_runs_of_channels_side_by_side(seed, bits, d, shape):
+    """P04. In a plane of w bits, byte r of n = d·w/8 holds channels r, r + n, r + 2n, ... from low bits up.
+
+    3 bits are two planes: the codes' upper two bits, then their lowest.
+    """
+    codes = integers(seed, 2 ** bits, *shape, d).to(torch.uint8)
+    packed, row, expected = pack_ref(codes, bits), codes.view(-1, d)[-1].tolist(), []
+    assert packed.dtype == torch.uint8 and torch.equal(unpack_ref(packed, bits), codes)
+    for w, plane in [(2, [c // 2 for c in row]), (1, [c % 2 for c in row])] if bits == 3 else [(bits, row)]:
+        n = d * w // 8
+        expected += [sum(plane[r + i * n] << i * w for i in range(8 // w)) for r in range(n)]
+    assert packed.shape == (*shape, d * bits // 8) and packed.view(-1, d * bits // 8)[-1].tolist() == expected
+
+
+@pytest.mark.parametrize("bits, d", [(3, 12), (3, 4), (2, 6), (4, 15), (5, 16), (1, 16), (0, 16)])
+def test_packing_refuses_codes_that_do_not_fill_bytes(bits, d):
+    with pytest.raises(ValueError, match=rf"\b{d}\b.*\b{bits} bits"):
+        pack_ref(torch.zeros(2, d, dtype=torch.uint8), bits)
+    with pytest.raises(ValueError):
+        W.PackedTensor(1, 2, d, W.Codec(bits), None, torch.float32, "cpu")
+
+
+@law(seeds)
+def test_pair_holds_the_scale_in_the_low_half_and_the_offset_in_the_high(seed):
+    """A bfloat16 is the upper half of the float32 of the same value."""
+    scale, offset = all_kinds(seed, 10).bfloat16().view(2, 3, 10, 4)
+    pair, upper = join_pair(scale, offset), lambda x: x.float().numpy().view(np.uint32) >> 16
+    bits = pair.numpy().view(np.uint32)
+    assert pair.dtype == torch.int32 and (bits == upper(scale) + (upper(offset) << 16)).all()
+    assert all(torch.equal(a, b) for a, b in zip(split_pair(pair), (scale, offset), strict=True))
+
+
+# ---- what a transform is worth
+
+def score_error(T, q, k, rule):
+    """Relative squared error of q·k with 2-bit keys (s, d) under T (n, m, m)."""
+    k_hat = W.roundtrip(k[None, None], T[None], W.Codec(2, rule))[0, 0]
+    return (q @ (k_hat - k).mT).square().sum() / (q @ k.mT).square().sum()
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("rule", W.QUANTIZERS)
+def test_wush_is_each_heads_own_and_another_heads_is_worse(rule, seed):
+    """P41. Two heads of different covariance: their data swapped, the transforms swap."""
+    mix = torch.linalg.qr(normal(seed, 2, 64, 64)).Q * torch.logspace(0.7, -0.7, 64, dtype=torch.float64)
+    k, q = normal(seed + 1, 2, 512, 64) @ mix.mT, normal(seed + 2, 2, 512, 64) @ mix.flip(0).mT
+    T = W.wush(moment(k), 2 * moment(q))
+    assert not close(T[0], T[1], 0.1) and close(W.wush(moment(k.flip(0)), moment(q.flip(0))), T.flip(0), 1e-9)
+    for g in (0, 1):
+        assert score_error(T[1 - g], q[g], k[g], rule) >= 1.5 * score_error(T[g], q[g], k[g], rule)
+
+
+@pytest.mark.parametrize("offset, of_identity, of_hadamard", [(60, 0.5, 0.7), (0, 1.1, 1.1)])
+@pytest.mark.parametrize("rule", W.QUANTIZERS)
+def test_wush_halves_the_error_of_keys_with_two_huge_channels(rule, offset, of_identity, of_hadamard):
+    """P48. An offset of 60 on two of 128 channels, as Qwen2.5 has; without one nothing is lost."""
+    q, k = normal(0, 512, 128), normal(1, 512, 128) + offset * (torch.arange(128) // 2 == 20)
+    error = {name: score_error(W.TRANSFORMS[name][0](moment(k)[None], moment(q)[None])[0], q, k, rule)
+             for name in ("identity", "hadamard", "wush")}
+    assert error["wush"] <= min(of_identity * error["identity"], of_hadamard * error["hadamard"])
+
+
+# ---- calibration
+
+@functools.cache
+def tiny_pair():
+    """Make a tiny Qwen3 of transformers with biases, and ours of its weights."""
+    theirs = tiny(attention_bias=True, attn_implementation="eager").requires_grad_(False)
+    return theirs, W.Model(theirs.config, theirs.state_dict(), *W.rope_frequencies(theirs.config))
+
+
+@law(seeds, sizes(1, 3), sizes(1, 5), st.booleans())
+def test_second_moment_is_the_plain_sum_of_outer_products(seed, b, r, weighted):
+    x, w = normal(seed, b, 2, r, 4, 3).float(), normal(seed + 1, b, 2, r, 4)
+    w, S = w if weighted else w ** 0, torch.zeros(2, 3, 3, dtype=torch.float64)
+    for i, g, j, t in np.ndindex(b, 2, r, 4):
+        S[g] += w[i, g, j, t] * x[i, g, j, t].double().outer(x[i, g, j, t].double())
+    found = W.second_moment(x, w if weighted else None)
+    assert found.dtype == torch.float64 and close(found, S, 1e-13)           # 60 sums of eps each
+    assert W.second_moment(torch.arange(9000.0).view(1, 1, -1, 1)).item() == sum(i * i for i in range(9000))
+
+
+def moments_by_hand(theirs, ids):
+    """One sequence's statistics from transformers' cached keys and values, attention maps and plain loops."""
+    from transformers.models.qwen3.modeling_qwen3 import apply_rotary_pos_emb
+    seen, layers, names = [], theirs.model.layers, ("k", "q", "v", "o", "v_oscar", "q_attn", "o_attn")
+    see = lambda module, args, q: seen.append(q)
+    hooks = [layer.self_attn.q_norm.register_forward_hook(see) for layer in layers]
+    out = theirs(ids[None], output_attentions=True, use_cache=True)
+    cos, sin = theirs.model.rotary_emb(seen[0], torch.arange(len(ids))[None])
+    [hook.remove() for hook in hooks]
+    moments = {name: torch.zeros(2, 2, 16, 16, dtype=torch.float64) for name in names}
+    for l, g in np.ndindex(2, 2):
+        S, cached = {name: moments[name][l, g] for name in names}, out.past_key_values.layers[l]
+        k, v = cached.keys[0, g].double(), cached.values[0, g].double()
+        queries = apply_rotary_pos_emb(*[seen[l].transpose(1, 2)] * 2, cos, sin)[0][0].double()
+        S["k"] += moment(k)
+        S["v"] += moment(v)
+        for h in range(4 * g, 4 * g + 4):
+            p, q = out.attentions[l][0, h].double(), queries[h]
+            WO = layers[l].self_attn.o_proj.weight[:, 16 * h:16 * h + 16].double().mT        # (d, D)
+            S["q"] += 2 * moment(q)
+            S["o"] += 2 * WO @ WO.mT
+            S["o_attn"] += 2 * p.square().sum() * WO @ WO.mT
+            for i in range(len(ids)):
+                distance = ((v - p[i] @ v) @ WO).square().sum(-1)            # ‖Wᵀ(v_s − o_t)‖²
+                S["q_attn"] += 2 * p[i].square() @ distance / 16 * q[i].outer(q[i])
+        weight = torch.stack([x @ S["q"] @ x for x in k])
+        S["v_oscar"] += sum(w / weight.mean() * x.outer(x) for w, x in zip(weight, v))
+    return moments
+
+
+def test_calibrate_counts_what_transformers_caches_and_attends_with():
+    """P41: keys as in a DynamicCache, after QK-norm and RoPE. Two float32 forward passes agree to 1e-5."""
+    (theirs, ours), sequences = tiny_pair(), (integers(0, 256, 23), integers(1, 256, 40))
+    found = W.calibrate(ours, sequences, attention_aware=True)
+    a, b = (moments_by_hand(theirs, ids) for ids in sequences)
+    assert found.keys() == a.keys() and W.calibrate(ours, []).keys() == a.keys() - {"q_attn", "o_attn"}
+    for name, S in found.items():
+        expected = a["o"] if name == "o" else a[name] + b[name]
+        assert S.dtype == torch.float64
+        assert all(close(S[i], expected[i], 1e-5) for i in np.ndindex(2, 2)), name
+
+
+def test_calibrate_adds_up_over_sequences_in_any_order():
+    """All but o, of weights only. Values carry no position: joined, layer 0 has the same, but other keys."""
+    model, (a, b) = tiny_pair()[1], (integers(2, 256, 17), integers(3, 256, 30))
+    run = lambda *sequences: W.calibrate(model, sequences, attention_aware=True)
+    both, swapped, first, second, joined = run(a, b), run(b, a), run(a), run(b), run(torch.cat([a, b]))
+    for name, S in both.items():
+        assert close(S, swapped[name], 1e-13)
+        assert close(S, first[name] + second[name] * (name != "o"), 1e-13)
+    assert close(joined["v"][0], both["v"][0], 1e-6) and not close(joined["k"][0], both["k"][0], 1e-3)
+
+
+@pytest.mark.parametrize("name", ["wush", "wush_a"])
+def test_every_query_head_counts_for_its_group_and_their_order_does_not(name):
+    """P41. Order is float32 noise in layer 1's moments, amplified by 1 + d/γ at most; TᵀT has no signs."""
+    model, order = tiny_pair()[1], torch.tensor([2, 0, 3, 1, 4, 7, 6, 5])
+    rows, weights = (order[:, None] * 16 + torch.arange(16)).flatten(), model.weights
+
+    def TT(changed):
+        ours = model._replace(weights=weights | changed)
+        T = W.derive(W.calibrate(ours, [integers(4, 256, 60)], attention_aware=True), name)
+        return torch.stack([moment(T[side].double()) for side in "kv"], 1)   # (l, side, g, n, m, m)
+
+    T, reordered = TT({}), {}
+    for key in weights:
+        if "q_proj" in key or "o_proj.weight" in key:
+            reordered[key] = weights[key][:, rows] if "o_proj" in key else weights[key][rows]
+    assert close(TT(reordered), T, 1e-4)
+    for head in range(8):                                # another head in its place in layer 0
+        place, (g, _) = slice(16 * head, 16 * head + 16), divmod(head, 4)
+        names = [f"model.layers.0.self_attn.{key}.weight" for key in ("q_proj", "o_proj")]
+        q, o = (weights[key].clone() for key in names)
+        q[place], o[:, place] = normal(head, 16, 64), normal(head + 9, 64, 16)
+        layer = TT(dict(zip(names, (q, o))))[0]
+        assert all(not close(layer[side, g], T[0, side, g], 1e-2) for side in (0, 1))
+        assert close(layer[:, 1 - g], T[0, :, 1 - g], 1e-4)
+
+
+@law(seeds, sizes(1, 3))
+def test_wush_a_hessians_are_the_squared_jacobians_of_the_heads_outputs(seed, R):
+    """Errors of covariance C at every position change W_O(r)ᵀo by ½ tr(H C) in mean square, summed over r.
+
+    So ½ H = Σ J Jᵀ over outputs and positions, with J from autograd. The softmax is in float32: 1e-5.
+    """
+    q, (k, v) = normal(seed, 1, 2, R, 6, 4), normal(seed + 1, 2, 1, 2, 6, 4) + 1
+    blocks = normal(seed + 2, 2, R, 4, 7)
+    outputs = lambda k, v: torch.einsum("bgrtd,grdD->bgrtD", W.causal_attention(q, k, v), blocks)
+    key, value = (2 * torch.einsum("bgrtDbgsd,bgrtDbgse->gde", J, J)
+                  for J in torch.autograd.functional.jacobian(outputs, (k, v)))
+    weight, p2 = W.attention_sensitivity(q, k, v, blocks)
+    assert close(W.second_moment(q, weight), key, 1e-5)
+    assert close(2 * torch.einsum("grdD,greD,gr->gde", blocks, blocks, p2.sum((0, 3))), value, 1e-5)
+
+
+def test_wush_a_weights_do_not_lose_precision_to_bfloat16_activations():
+    """The numbers in bfloat16 tensors are exact in float64: the Hessian of both agrees to float32 noise."""
+    q, (k, v) = 4 * normal(0, 1, 2, 2, 64, 32), normal(1, 2, 1, 2, 64, 32) + 3 * normal(2, 32)
+    q, k, v, W_O = (x.bfloat16() for x in (q, k, v, normal(3, 2, 2, 32, 64)))
+    low, exact = (W.second_moment(q, W.attention_sensitivity(*(x.to(dtype) for x in (q, k, v, W_O)))[0])
+                  for dtype in (torch.bfloat16, torch.float64))
+    assert close(low, exact, 1e-3)
+
+
+def test_wush_a_weights_of_a_long_sequence_are_each_querys_own():
+    """2,000 tokens are more than are done at a time; a query sees those up to its own."""
+    q, (k, v), W_O = normal(0, 1, 1, 1, 2000, 4), normal(1, 2, 1, 1, 2000, 4), normal(2, 1, 1, 4, 7)
+    weight, p2 = W.attention_sensitivity(q, k, v, W_O)
+    for t in (0, 1, 1000, 1999):
+        p = (k[0, 0, :t + 1] @ q[0, 0, 0, t] / 2).softmax(0)
+        distance = ((v[0, 0, :t + 1] - p @ v[0, 0, :t + 1]) @ W_O[0, 0]).square().sum(-1)
+        assert abs(p2[0, 0, 0, t] - p.square().sum()) <= 1e-5 * p2[0, 0, 0, t]
+        assert abs(weight[0, 0, 0, t] - 2 * p.square() @ distance / 4) <= 1e-5 * weight.max()
+
+
+def test_wush_a_key_hessian_predicts_what_small_noise_does_to_the_module():
+    """Noise 1e-4·A z on the keys of 4,000 copies, a query head a group: ½ tr(H A Aᵀ) ± 5 standard errors."""
+    q, (k, v), blocks = normal(0, 1, 2, 1, 6, 4), normal(1, 2, 1, 2, 6, 4), normal(2, 2, 1, 4, 7)
+    A, many = normal(3, 4, 4), lambda x: x.expand(4000, *x.shape[1:])
+    o = W.causal_attention(many(q), k + 1e-4 * normal(4, 4000, 2, 6, 4) @ A.mT, many(v))
+    change = torch.einsum("bgrtd,grdD->btD", o - W.causal_attention(q, k, v), blocks) * 1e4
+    change = change.square().sum((1, 2))
+    H = W.second_moment(q, W.attention_sensitivity(q, k, v, blocks)[0])
+    assert abs(change.mean() - trace(H @ A @ A.mT).sum() / 2) <= 5 * change.std() / math.sqrt(4000)
+
+
+def load(folder, dtype=torch.float32, yarn=None):
+    return W.load_model(Path(folder), W.read_config(Path(folder), yarn), dtype)
+
+def saved(folder, *kind, dtype=torch.float32, **changes):
+    """Save a tiny model and load it back: (transformers' model, ours)."""
+    hf = tiny(*kind, **changes)
+    hf.save_pretrained(folder)
+    return hf, load(folder, dtype)
+
+def tokens(*shape, seed=1):
+    return torch.randint(0, 255, shape, generator=torch.Generator().manual_seed(seed))
+
+def transforms(model, condition=100.0, seed=2):
+    """Draw T (l, g, 1, d, d) with singular values from condition^-½ to condition^½."""
+    c, draw = model.config, torch.Generator().manual_seed(seed)
+    shape = c.num_hidden_layers, c.num_key_value_heads, 1, c.head_dim, c.head_dim
+    U, V = (torch.linalg.qr(torch.randn(shape, generator=draw, dtype=torch.float64)).Q for _ in range(2))
+    return (U * torch.logspace(-0.5, 0.5, c.head_dim, base=condition, dtype=torch.float64) @ V).float()
+
+@torch.no_grad()
+def reference(hf, ids):
+    return hf(ids).logits
+
+def fed(model, cache, ids, cuts):
+    """Feed ids (b, t) in calls of `cuts` tokens and return all logits (b, t, v)."""
+    return torch.cat([W.logits(model, W.feed(model, cache, part)) for part in ids.split(cuts, 1)], 1)
+
+def distance(a, b):
+    return (a.double() - b.double()).abs().max().item()
+
+@pytest.fixture(scope="session")
+def pair(tmp_path_factory):
+    """One tiny Qwen3: transformers' model and ours."""
+    return saved(tmp_path_factory.mktemp("qwen3"))
+
+def differ(a, b):
+    """Share of bytes that differ: in another order of summation one in 1000 may cross a rounding edge."""
+    return max((x != y).double().mean().item() for x, y in zip(a, b))
+
+def held(caches, *rows_and_tokens):
+    """The codes and the scales and offsets of some caches, keys' and values'."""
+    return [x[rows_and_tokens] for c in caches for side in (c.k, c.v) for x in (side.codes, side.pair)]
+
+# --- Equality with transformers. 1e-4: float32's 6e-8 · condition of T (100) · logits (5) · a few.
+
+@pytest.mark.parametrize("cuts", [[60] + [1] * 100, [7, 53, 20, 80], [160]], ids=("decode", "chunks", "all"))
+@pytest.mark.parametrize("kind, changes", [
+    ("qwen3", {}), ("qwen3", {"attention_bias": True}),
+    ("qwen3", {"num_key_value_heads": 8, "rms_norm_eps": 0.1}),
+    ("llama", {}), ("llama", {"attention_bias": True, "mlp_bias": True}),
+    ("llama", {"head_dim": None, "num_attention_heads": 4})])
+def test_logits_equal_transformers_with_transform_on_and_quantization_off(kind, changes, cuts, tmp_path):
+    hf, model = saved(tmp_path, kind, **changes)
+    ids = tokens(2, 160)
+    folded = W.fold_values(model, transforms(model, seed=3))
+    cache = W.new_cache(folded, 2, transforms(model), OFF, OFF, **WINDOWS)
+    assert distance(fed(folded, cache, ids, cuts), reference(hf, ids)) < 1e-4
+    assert cache[0].n == [160, 160] and cache[0].n_packed == [128, 128]    # (160 - 4 - 24) // 8 * 8
+    assert distance(fed(model, W.new_cache(model, 2), ids, cuts), reference(hf, ids)) < 1e-4
+
+def test_logits_equal_transformers_in_bfloat16(tmp_path):
+    """3e-2 of the largest logit: a few of bfloat16's steps of 2^-8."""
+    hf, model = saved(tmp_path, dtype=torch.bfloat16)
+    ids, T = tokens(2, 120), transforms(model, condition=4.0)
+    want = reference(hf.bfloat16(), ids).float()
+    folded = W.fold_values(model, T)
+    for m, cache in (model, W.new_cache(model, 2)), (folded, W.new_cache(folded, 2, T, OFF, OFF, **WINDOWS)):
+        assert all(c.recent[0].dtype == torch.bfloat16 for c in cache)
+        assert distance(fed(m, cache, ids, [60] + [1] * 60), want) < 3e-2 * want.abs().max()
+
+ORIGINAL = {"original_max_position_embeddings": 64}
+ROPES = {"default": {}, "linear": {"factor": 4.0}, "yarn": {"factor": 4.0} | ORIGINAL,
+         "llama3": {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0} | ORIGINAL}
+
+@pytest.mark.parametrize("old_style", [False, True], ids=["rope_parameters", "rope_scaling"])
+@pytest.mark.parametrize("kind", ROPES)
+def test_rope_variant_equals_transformers(kind, old_style, tmp_path):
+    """In both places: rope_parameters (transformers 5) and rope_theta beside rope_scaling (before)."""
+    rope = {"rope_type": kind, **ROPES[kind]}
+    hf, model = saved(tmp_path, "llama", rope_parameters={"rope_theta": 1e4, **rope})
+    if old_style:
+        raw = json.loads((tmp_path / "config.json").read_text())
+        del raw["rope_parameters"]
+        raw |= {"rope_theta": 1e4, "rope_scaling": None if kind == "default" else rope}
+        (tmp_path / "config.json").write_text(json.dumps(raw))
+        model = load(tmp_path)
+    ids = tokens(1, 200)
+    got = fed(model, W.new_cache(model), ids, [150, 50])
+    assert distance(got, reference(hf, ids)) < 1e-4
+    plain = tiny("llama", rope_parameters={"rope_theta": 1e4, "rope_type": "default"})
+    assert (distance(got, reference(plain, ids)) > 1e-2) == (kind != "default")
+
+@pytest.mark.parametrize("positions, original", [(40960, 32768), (1024, 1024)])
+def test_yarn_flag_equals_transformers_yarn_from_the_power_of_two_below(positions, original, tmp_path):
+    tiny(max_position_embeddings=positions).save_pretrained(tmp_path)
+    model = load(tmp_path, yarn=4.0)
+    rope = dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=original, rope_theta=1e6)
+    assert model.config.rope_parameters == rope and model.config.max_position_embeddings == 4 * original
+    ids = tokens(1, 100)
+    want = reference(tiny(max_position_embeddings=4 * original, rope_parameters=rope), ids)
+    assert distance(fed(model, W.new_cache(model), ids, [60, 40]), want) < 1e-4
+    assert distance(want, reference(tiny(), ids)) > 1e-2
+
+@pytest.mark.parametrize("way", ["tied", "tied with an lm_head beside", "untied", "sharded"])
+def test_checkpoint_equals_transformers_however_it_is_saved(way, tmp_path):
+    """P10: head_dim is the config's (hidden/heads is 8), lm_head by tie_word_embeddings."""
+    hf = tiny(tie_word_embeddings=way.startswith("tied"))
+    hf.save_pretrained(tmp_path, max_shard_size="40KB" if way == "sharded" else "1GB")
+    file = tmp_path / "model.safetensors"
+    if "beside" in way:
+        save_file(load_file(file) | {"lm_head.weight": torch.randn(256, 64)}, file)
+    assert file.exists() != (way == "sharded")
+    ids, model = tokens(1, 40), load(tmp_path)
+    assert distance(fed(model, W.new_cache(model), ids, [40]), reference(hf, ids)) < 1e-4
+
+def test_decode_equals_transformers_at_every_position_across_buffer_growth(pair):
+    """P16. K of a token stays, and equals transformers' DynamicCache's to eps · condition · |k|."""
+    hf, model = pair
+    ids, T = tokens(1, 600), transforms(model, condition=10.0)
+    cache, stored, ordinary = W.new_cache(model, 1, T, OFF, OFF, 4, 16, 4), {}, W.new_cache(model)
+    steps = []
+    for i in range(600):
+        steps.append(W.logits(model, W.feed(model, cache, ids[:, i:i + 1])))
+        W.feed(model, ordinary, ids[:, i:i + 1])
+        if i in (200, 300):
+            stored[i] = cache[1].k.read(100).clone()
+    want = reference(hf, ids)
+    assert distance(torch.cat(steps, 1), want) < 1e-4
+    assert cache[0].n == [600] and cache[0].k.codes.shape[2] == 1024           # grown from 64 by doubling
+    assert torch.equal(stored[200], stored[300])
+    with torch.no_grad():
+        theirs = hf(ids, use_cache=True).past_key_values
+    for l in range(2):
+        k = W.apply(torch.linalg.inv(T[l]), cache[l].k.read(580))
+        assert distance(k, theirs.layers[l].keys[:, :, 4:584]) < 1e-5
+        assert distance(ordinary[l].recent[0][:, :, :600], theirs.layers[l].keys) < 1e-5
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_fold_leaves_logits_and_original_as_they_were(bias, tmp_path):
+    hf, model = saved(tmp_path, attention_bias=bias)
+    before, ids, T = {n: w.clone() for n, w in model.weights.items()}, tokens(1, 60), transforms(model)
+    folded = W.fold_values(model, T)
+    assert distance(fed(folded, W.new_cache(folded), ids, [60]), reference(hf, ids)) < 1e-4
+    assert all(torch.equal(w, before[n]) for n, w in model.weights.items()) and not model.folded
+    plain, transformed = [], []
+    for m, values in (model, plain), (folded, transformed):
+        W.forward(m, ids, lambda l, q, k, v: values.append(v) or W.causal_attention(q, k, v))
+    assert distance(transformed[0], W.apply(T[0], plain[0])) < 1e-4        # the folded model caches T_V v
+    with pytest.raises(ValueError, match="folded already"):
+        W.fold_values(folded, T)
+
+# --- The window cache.
+
+def whole_T(seed, d=16):
+    """Draw an integer T (2, 1, d, d), determinant 1: T x of integer x is exact in any order of summation."""
+    draw = torch.Generator().manual_seed(seed)
+    below = (torch.randn(2, 1, d, d, generator=draw) / 1.65).trunc().clamp(-1, 1)        # one in ten is not 0
+    return (below.tril(-1) + torch.eye(d)).float()
+
+def softmax_attention(q, k, v, start):
+    """Attend plainly, in float64, from q (g, r, t, d) at positions start, ... to k, v (g, s, d)."""
+    z = torch.einsum("grtd,gsd->grts", q.double(), k.double()) / math.sqrt(q.shape[-1])
+    hidden = torch.arange(k.shape[1]) > start + torch.arange(q.shape[2])[:, None]
+    return torch.einsum("grts,gsd->grtd", z.masked_fill(hidden, -math.inf).softmax(-1), v.double())
+
+@settings(max_examples=25, deadline=None)
+@given(seed=st.integers(0, 2**20), sink=st.integers(0, 9), keep=st.integers(0, 20), flush=st.integers(1, 9),
+       calls=st.lists(st.integers(1, 40), max_size=4), bits=st.tuples(*[st.sampled_from(W.BITS)] * 2))
+def test_window_cache_equals_its_rows_alone_and_plain_attention(seed, sink, keep, flush, calls, bits):
+    """P17, P19, P21, P25: padding in any call, any cut into calls: same bytes, same windows."""
+    draw, dice, T = torch.Generator().manual_seed(seed), random.Random(seed), whole_T(seed)
+    codecs = [Codec(b) for b in bits]
+    make = lambda b: W.WindowCache(b, 2, 16, T, *codecs, sink, keep, flush)
+    packed = lambda n: max(0, (n - sink - keep) // flush) * flush
+    cache, rows = make(3), [[torch.zeros(2, 0, 16)] * 2 for _ in range(3)]     # rows: K, V without padding
+    for t in [*calls, sink + keep + 3 * flush + 5, 1]:
+        pad = [dice.randrange(min(t, 6)) for _ in rows]
+        q = torch.randn(3, 2, 3, t, 16, generator=draw) / 4
+        k, v = (torch.randint(-8, 9, (3, 2, t, 16), generator=draw).float() for _ in range(2))
+        o = cache.attend(q, k, v, pad)
+        for i, p in enumerate(pad):
+            start = rows[i][0].shape[1]
+            rows[i] = [torch.cat([old, x[i, :, p:]], 1) for old, x in zip(rows[i], (k, v))]
+            seen = [x.clone() for x in rows[i]]
+            middle = slice(sink, sink + packed(start))     # as when the call began
+            for x, t_, codec in zip(seen, (T, torch.eye(16).expand(2, 1, 16, 16)), codecs):
+                x[:, middle] = W.roundtrip(x[None, :, middle], t_, codec)[0]
+            want = softmax_attention(q[i, :, :, p:], *seen, start)
+            assert distance(o[i, :, :, p:], want) < 1e-3       # 6e-8 · values 8 · scores 30 · T⁻¹ 50
+            assert cache.n[i] == start + t - p and cache.n_packed[i] == packed(cache.n[i])
+    for i, kv in enumerate(rows):
+        alone, n, p = make(1), cache.n[i], cache.n_packed[i]
+        alone.attend(torch.zeros(1, 2, 3, n, 16), kv[0][None], kv[1][None])
+        assert p >= 3 * flush and alone.n == [n] and alone.n_packed == [p]
+        for ours, solo, x, which in zip((cache.k, cache.v), (alone.k, alone.v), kv, (0, 1)):
+            assert torch.equal(ours.codes[i, :, :p], solo.codes[0, :, :p])
+            assert torch.equal(ours.pair[i, :, :p], solo.pair[0, :, :p])
+            assert torch.equal(cache.sinks[which][i], x[:, :sink])
+            assert torch.equal(cache.recent[which][i, :, :n - sink - p], x[:, sink + p:])
+
+@pytest.mark.parametrize("bits, d, want", [(2, 128, 72), (3, 128, 104), (4, 128, 136), (2, 64, 40)])
+@pytest.mark.parametrize("call", [128, 1], ids=["one call", "token by token"])
+def test_cache_holds_its_bytes_per_token_and_head_and_no_more(bits, d, want, call):
+    """d·b/8 bytes of codes and 4 of scale and offset, twice: 2 · (32 + 4) = 72. Measured on storages."""
+    x = torch.randn(1, 2, 128, d).bfloat16()
+    cache = W.WindowCache(1, 2, d, None, Codec(bits), Codec(bits), 0, 0, 1, torch.bfloat16)
+    for part in x.split(call, 2):
+        cache.attend(part[:, :, None], part, part)
+    window = 2 * 2 * 1 * d * 2                             # keys and values, heads, flush, d, bfloat16
+    assert cache.n_packed == [128] and cache.nbytes - window == want * 128 * 2
+
+@pytest.mark.parametrize("k_bits, v_bits", [(4, 2), (3, 8), (16, 2), (2, 16)])
+def test_cache_bytes_are_a_formula_per_side(k_bits, v_bits, pair):
+    """P34, P50."""
+    side = lambda b: 16 * b / 8 + 4 if b < 16 else 16 * 2
+    codecs = {"k_codec": Codec(k_bits), "v_codec": Codec(v_bits)}
+    got = W.cache_bytes(pair[1].config, 2**15, **codecs, sink=0, keep=0, flush=1)
+    assert got == pytest.approx(2 * 2 * (side(k_bits) + side(v_bits)), rel=0.001)
+
+def test_packed_bytes_of_a_token_never_change_and_each_flush_packs_its_size(pair, monkeypatch):
+    """P21, P23: 200 tokens with windows 4/64/8 pack 128 of them; then 300 steps pack 8 at a time."""
+    calls, write = [], W.PackedTensor.write
+    monkeypatch.setattr(W.PackedTensor, "write", lambda *args: calls.append(args[3].shape[2]) or write(*args))
+    cache, ids = W.new_cache(pair[1], 1, transforms(pair[1]), TWO, TWO, 4, 64, 8), tokens(1, 500)
+    W.feed(pair[1], cache, ids[:, :200])
+    assert [c.n_packed for c in cache] == [[128]] * 2
+    before = [x.clone() for x in held(cache, slice(None), slice(None), slice(128))]
+    calls.clear()
+    for i in range(200, 500):
+        W.feed(pair[1], cache, ids[:, i:i + 1])
+    assert differ(before, held(cache, slice(None), slice(None), slice(128))) == 0
+    assert set(calls) == {8} and len(calls) <= 2 * 2 * (math.ceil(300 / 8) + 1)
+
+@pytest.mark.parametrize("cuts", [[128, 128, 44], [299, 1], [1] * 300])
+def test_packed_bytes_of_layer_0_do_not_depend_on_the_calls(cuts, pair):
+    """P25. The logits do, and may: the tokens of one call see each other exactly."""
+    ids, T, caches = tokens(1, 300), transforms(pair[1]), []
+    for how in [300], cuts:
+        caches.append(W.new_cache(pair[1], 1, T, TWO, TWO, **WINDOWS))
+        out = fed(pair[1], caches[-1], ids, how)
+    assert caches[0][0].n_packed == [272]
+    assert differ(*(held(c[:1], slice(None), slice(None), slice(272)) for c in caches)) < 1e-3
+    assert distance(out, fed(pair[1], W.new_cache(pair[1]), ids, [300])) > 1e-3 or cuts == [299, 1]
+
+@pytest.mark.parametrize("rule", W.QUANTIZERS)
+def test_error_falls_with_bits_and_each_side_has_its_own(rule, pair):
+    """P24, P50: distance from off falls over 2, 3, 4, 8; each side counts; short input is exact (P21)."""
+    _, model = pair
+    ids, T = tokens(2, 160), transforms(model, condition=4.0)
+    folded = W.fold_values(model, T)
+
+    def run(k_bits, v_bits, n=160, group=None):
+        codecs = [Codec(bits, rule, group=group) for bits in (k_bits, v_bits)]
+        cache = W.new_cache(folded, 2, T, *codecs, **WINDOWS)
+        return fed(folded, cache, ids[:, :n], [100] + [1] * (n - 100) if n > 100 else [n - 4, 4])
+    off = run(16, 16)
+    error = lambda *bits: (run(*bits) - off).square().mean().sqrt().item()
+    errors = [error(b, b) for b in (2, 3, 4, 8)]
+    assert errors == sorted(errors, reverse=True) and errors[0] > 10 * errors[3] > 0
+    assert min(distance(run(*b), off) for b in ((2, 16), (16, 2), (4, 2))) > 1e-3
+    assert min(distance(run(4, 2), other) for other in (run(2, 2), run(4, 4), run(4, 2, group=8))) > 1e-3
+    assert distance(run(2, 2, 28), off[:, :28]) < 1e-5         # n <= sink + keep: nothing is packed
+
+# --- Generation.
+
+@pytest.mark.parametrize("pad_id", [0, 9])
+def test_left_padded_prompts_equal_themselves_alone(pad_id, pair):
+    """P17: logits at the end of prefill and 40 steps later; the pad token makes no difference."""
+    _, model = pair
+    prompts, more = [tokens(5, seed=5), tokens(37, seed=6)], tokens(2, 40, seed=7)
+    pad = [32, 0]
+    ids = torch.stack([torch.cat([torch.full((n,), pad_id), p]) for n, p in zip(pad, prompts)])
+    folded, T = W.fold_values(model, transforms(model)), transforms(model)
+    cache = W.new_cache(folded, 2, T, OFF, OFF, **WINDOWS)
+    got = [W.logits(folded, W.feed(folded, cache, ids, pad))[:, -1:], fed(folded, cache, more, [1] * 40)]
+    for i, prompt in enumerate(prompts):
+        want = fed(model, W.new_cache(model), torch.cat([prompt, more[i]])[None], 100)[:, len(prompt) - 1:]
+        assert distance(torch.cat(got, 1)[i:i + 1], want) < 1e-4
+
+def test_copies_of_a_prompt_in_a_batch_continue_alike(pair):
+    """P19."""
+    prompt, T = tokens(60).tolist(), transforms(pair[1])
+    folded = W.fold_values(pair[1], T)
+    cache = W.new_cache(folded, 4, T, TWO, TWO, **WINDOWS)
+    steps = list(W.decode(folded, cache, [prompt] * 4, 64))
+    assert all(len(set(step)) == 1 for step in steps) and len({step[0] for step in steps}) > 5
+    assert cache[0].n_packed == [88] * 4                                       # (60 + 63 - 4 - 24) // 8 * 8
+    assert max(differ(held(cache, 0), held(cache, row)) for row in (1, 2, 3)) < 1e-3
+
+def test_row_that_ends_first_leaves_the_others_as_alone(pair):
+    """P20: the unpadded row ends at its second token and yields padding from then on."""
+    T, END, PAD = transforms(pair[1]), 255, 7
+    folded = W.fold_values(pair[1], T)
+    prompts = [tokens(n, seed=n).tolist() for n in (60, 41, 50)]
+
+    def run(prompts, ends=False, bits=2):
+        step = iter(range(99))
+
+        def pick(scores):
+            scores[:, END] = -math.inf
+            if next(step) == 1 and ends:
+                scores[0, END] = math.inf
+            return W.sample(scores)
+        cache = W.new_cache(folded, len(prompts), T, Codec(bits), Codec(bits), **WINDOWS)
+        return list(zip(*W.decode(folded, cache, prompts, 60, [END], pick, PAD)))
+    batch, alone = run(prompts, ends=True), [run([p])[0] for p in prompts]
+    assert batch[0] == (alone[0][0], END, *[PAD] * 58)
+    assert batch[1:] == alone[1:]
+    assert run(prompts, bits=16)[1:] != alone[1:]
+
+@pytest.mark.parametrize("generation, config, want", [
+    ({"eos_token_id": [7, 9]}, {"eos_token_id": 3}, [7, 9]), ({"eos_token_id": 9}, {}, [9]), (None, {}, []),
+    ({}, {"eos_token_id": 9}, [9]), (None, {"eos_token_id": [9, 3]}, [9, 3]),
+    (None, {"eos_token_id": 0}, [0])])
+def test_generation_stops_at_every_end_token(generation, config, want, pair, tmp_path):
+    """P13."""
+    for name, content in ("generation_config", generation), ("config", config):
+        if content is not None:
+            (tmp_path / f"{name}.json").write_text(json.dumps(content))
+    assert W.end_tokens(tmp_path) == want
+    forced = iter([4, 5, want[-1] if want else 6] + [4] * 9)
+    pick = lambda scores: torch.tensor([next(forced)])
+    steps = list(W.decode(pair[1], W.new_cache(pair[1]), [[1, 2]], 6, want, pick))
+    assert len(steps) == (3 if want else 6)
+
+def test_sampling_obeys_its_knobs():
+    """P14: temperature 0, top_p 0 and top_k 1 are argmax; top_k beyond the vocabulary is all."""
+    scores = torch.randn(64, 50, generator=torch.Generator().manual_seed(0)) * 2
+    draw = lambda seed=0, **how: W.sample(scores, **how, generator=torch.Generator().manual_seed(seed))
+    for how in {"top_p": 1e-9}, {"top_p": 0.0}, {"top_k": 1}, {"temperature": 0.0}, {"temperature": 1e-300}:
+        assert torch.equal(draw(**{"temperature": 1.5} | how), scores.argmax(-1)), how
+    assert torch.equal(draw(temperature=1.5), draw(temperature=1.5, top_k=99)) and not torch.equal(
+        draw(temperature=1.5), draw(1, temperature=1.5))
+    assert torch.equal(draw(temperature=1.5, top_k=5), draw(temperature=1.5, top_k=5))
+    ranks = scores.argsort(descending=True).argsort()
+    chosen = lambda **how: torch.stack([ranks.gather(1, draw(i, **how)[:, None])[:, 0] for i in range(60)])
+    assert chosen(temperature=3.0, top_k=5).max() == 4
+    p = scores.softmax(-1).sort(descending=True).values
+    allowed = (p.cumsum(-1) - p < 0.7).sum(-1)                                 # the fewest that hold 0.7
+    assert torch.equal(chosen(temperature=1.0, top_p=0.7).amax(0).clamp(max=2), (allowed - 1).clamp(max=2))
+    assert (chosen(temperature=1.0, top_p=0.7) < allowed).all()
+
+# --- Evaluation.
+
+@settings(max_examples=60, deadline=None)
+@given(t=st.integers(1, 120), sink=st.integers(0, 9), keep=st.integers(0, 20), flush=st.integers(1, 9),
+       chunk=st.integers(1, 30))
+def test_quantized_view_equals_the_bookkeeping_of_the_cache(t, sink, keep, flush, chunk):
+    cache = W.WindowCache(1, 1, 8, None, TWO, TWO, sink, keep, flush)
+    want = torch.zeros(t, t, dtype=torch.bool)
+    for i in range(0, t, chunk):
+        want[i:i + chunk, sink:sink + cache.n_packed[0]] = True
+        x = torch.zeros(1, 1, min(chunk, t - i), 8)
+        cache.attend(x[:, :, None], x, x)
+    assert torch.equal(W.quantized_view(t, sink, keep, flush, chunk), want)
+
+@pytest.mark.parametrize("chunk, k_codec, v_codec", [
+    (16, TWO, TWO), (1, TWO, TWO), (16, TWO, OFF), (16, OFF, TWO),
+    (16, Codec(2, "affine", 0.96, 8), Codec(3, "affine", 0.92, 8))])
+def test_perplexity_in_one_forward_equals_feeding_the_cache(chunk, k_codec, v_codec, pair):
+    """P45: the cache is really read: NLL to 1e-3 relative, KL and top-1 share too, and far from off."""
+    _, model = pair
+    sequences, T = list(tokens(2, 300)), {"k": transforms(model, 4.0, 3), "v": transforms(model, 4.0, 4)}
+    folded, rows = W.fold_values(model, T["v"]), []
+    for ids in sequences:
+        cache = W.new_cache(folded, 1, T["k"], k_codec, v_codec, **WINDOWS)
+        log_q = fed(folded, cache, ids[None], chunk)[0, :-1].log_softmax(-1)
+        log_p = fed(model, W.new_cache(model), ids[None], 300)[0, :-1].log_softmax(-1)
+        nll = [-x.gather(1, ids[1:, None]).mean().item() for x in (log_p, log_q)]
+        rows.append([*nll, (log_p.exp() * (log_p - log_q)).sum(-1).mean().item(),
+                     (log_p.argmax(-1) == log_q.argmax(-1)).float().mean().item()])
+    rows = torch.tensor(rows, dtype=torch.float64)
+    (off, nll, kl, same), (_, error, kl_error, _) = rows.mean(0).tolist(), (rows.std(0) / 2**0.5).tolist()
+    got = W.perplexity(model, sequences, {"T": T}, k_codec, v_codec, **WINDOWS, chunk=chunk)
+    assert abs(nll - off) > 1e-3 and kl > 1e-3 and same < 1
+    assert math.log(got["none"]["perplexity"][0]) == pytest.approx(off, rel=1e-5)
+    assert math.log(got["T"]["perplexity"][0]) == pytest.approx(nll, rel=1e-3)
+    assert got["T"]["perplexity"][1] == pytest.approx(math.exp(nll) * error, rel=0.05)
+    assert got["T"]["kl"] == pytest.approx((kl, kl_error), rel=0.02, abs=1e-3)
+    assert got["T"]["same_top1"][0] == pytest.approx(same, abs=0.01) and got["none"]["same_top1"][0] == 1
+    assert got["none"]["kl"][0] == 0
+
+@pytest.mark.parametrize("sink", [0, 5])
+def test_module_error_equals_a_plain_loop(sink, pair):
+    """T⁻¹ of what the codes say, in float64; geometric mean over layers; only the sinks exact."""
+    hf, model = pair
+    sequences, T = list(tokens(2, 90)), {"k": transforms(model, 4.0, 3), "v": transforms(model, 4.0, 4)}
+    seen = []
+    for ids in sequences:
+        W.forward(model, ids[None], lambda *qkv: seen.append(qkv) or W.causal_attention(*qkv[1:]))
+    logs = []
+    for l, q, k, v in seen:
+        hat = []
+        for side, x in ("k", k), ("v", v):
+            stored = W.dequantize(*W.quantize(W.apply(T[side][l], x), TWO)).double()
+            back = torch.einsum("gij,bgsj->bgsi", torch.linalg.inv(T[side][l, :, 0].double()), stored)
+            hat.append(torch.cat([x[:, :, :sink].double(), back[:, :, sink:]], 2)[0])
+        W_O = hf.model.layers[l].self_attn.o_proj.weight.double()
+        module = lambda *kv: softmax_attention(q[0], *kv, 0).permute(2, 0, 1, 3).flatten(1) @ W_O.T
+        exact, noisy = module(k[0], v[0]), module(*hat)
+        logs.append(((noisy - exact).square().sum() / exact.square().sum()).log())
+    each = torch.stack(logs).view(2, 2).mean(1).exp()
+    got = W.module_error(model, sequences, {"T": T}, TWO, TWO, sink)["T"]
+    assert got == pytest.approx((each.mean().item(), each.std().item() / 2**0.5), rel=2e-3) and got[0] > 1e-2
+
+def test_qwen3_8b_shapes_are_calibrated_folded_quantized_and_decoded(tmp_path):
+    """The real widths, 2 layers, random weights: 2 bits move the logits, the transforms alone do not."""
+    hf = tiny(hidden_size=4096, num_attention_heads=32, num_key_value_heads=8, head_dim=128,
+              intermediate_size=512, initializer_range=0.02)
+    hf.config.save_pretrained(tmp_path)
+    config = W.read_config(tmp_path)
+    model = W.Model(config, dict(hf.state_dict()), *W.rope_frequencies(config))
+    T = W.derive(W.calibrate(model, [tokens(96)]), "wush")
+    assert T["k"].shape == (2, 8, 1, 128, 128)
+    folded, ids, out = W.fold_values(model, T["v"]), tokens(1, 64, seed=9), {}
+    for bits in 16, 2:
+        cache = W.new_cache(folded, 1, T["k"], Codec(bits), Codec(bits), 4, 8, 4)
+        out[bits] = fed(folded, cache, ids, [60, 1, 1, 1, 1])
+    assert cache[0].n_packed == [52] and cache[0].k.codes.shape[-1] == 32
+    assert distance(out[16], reference(hf, ids)) < 1e-3 < distance(out[2], out[16])
+
+# --- The command line.
+
+@pytest.fixture(scope="session")
+def shelf(tmp_path_factory):
+    """A folder with a model, a byte-level tokenizer with a chat template, and a text."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+    folder = tmp_path_factory.mktemp("model")
+    tiny(max_position_embeddings=512).save_pretrained(folder)
+    bytes_ = {c: i for i, c in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    core = Tokenizer(models.BPE(vocab=bytes_, merges=[]))
+    core.pre_tokenizer, core.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=core)
+    tokenizer.chat_template = (
+        "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+        "{% if add_generation_prompt %}<bot>{{ '' if enable_thinking else '!' }}{% endif %}")
+    tokenizer.save_pretrained(folder)
+    dice = random.Random(0)
+    (folder / "text.txt").write_text("".join(dice.choice("the cat sat on a mat.\n") for _ in range(2000)))
+    return SimpleNamespace(folder=folder, text=str(folder / "text.txt"), tokenizer=tokenizer)
+
+def argv(shelf, *flags, folder=None):
+    small = "--calib-seqs 2 --calib-len 64 --eval-seqs 2 --eval-len 200 --max-new-tokens 6 --keep 16".split()
+    files = ["--model", str(folder or shelf.folder), "--calib", shelf.text, "--eval", shelf.text]
+    return [*files, *small, *map(str, flags)]
+
+def figures(shelf, tmp_path, *flags):
+    """Run the command line and return what --json wrote."""
+    W.main(argv(shelf, *flags, "--json", tmp_path / "figures"))
+    return json.loads((tmp_path / "figures").read_text())
+
+@pytest.fixture
+def caches(monkeypatch):
+    """All window caches that get made."""
+    made, init = [], W.WindowCache.__init__
+    monkeypatch.setattr(W.WindowCache, "__init__", lambda *a, **k: init(*a, **k) or made.append(a[0]))
+    return made
+
+def edited(shelf, tmp_path, files=None, drop=(), **config):
+    """Copy the model's folder with files replaced, tensors dropped or keys of config.json changed."""
+    folder = Path(shutil.copytree(shelf.folder, tmp_path / "edited"))
+    raw = json.loads((folder / "config.json").read_text()) | config
+    (folder / "config.json").write_text(json.dumps({k: v for k, v in raw.items() if v != "drop"}))
+    for name, content in (files or {}).items():
+        (folder / name).unlink(missing_ok=True)
+        if content is not None:
+            (folder / name).write_bytes(content)
+    if drop:
+        weights = load_file(folder / "model.safetensors")
+        save_file({n: w for n, w in weights.items() if not n.endswith(drop)}, folder / "model.safetensors")
+    return folder
+
+def refusal(args, capsys):
+    """Run the command line and return its one line of complaint; any other exception is a traceback."""
+    start = time.perf_counter()
+    with pytest.raises(SystemExit) as e:
+        W.main(args)
+    said = e.value.code if isinstance(e.value.code, str) else capsys.readouterr().err.strip().splitlines()[-1]
+    assert e.value.code not in (0, None) and "\n" not in said.strip() and time.perf_counter() - start < 5
+    return said
+
+@pytest.fixture
+def no_weights(monkeypatch):
+    for name in "load_model", "calibrate":
+        monkeypatch.setattr(W, name, lambda *_: pytest.fail("weights were read before the refusal"))
+
+ROPE, FULL, SLIDING, LINEAR = {"rope_theta": 1e6}, "full_attention", "sliding_attention", "linear_attention"
+with_file = lambda name, data: {"files": {name: data}}
+
+@pytest.mark.parametrize("change, words", [
+    (dict(head_dim=24), "head_dim 24 64 128"), *((dict(head_dim=d), "head_dim") for d in (0, None)),
+    (dict(model_type="qwen2"), "qwen2 qwen3 llama"), (dict(model_type="mistral"), "mistral qwen3 llama"),
+    (dict(model_type="qwen3_moe"), "qwen3_moe qwen3"), (dict(model_type="drop"), "model_type qwen3 llama"),
+    (dict(use_sliding_window=True), "sliding"), (dict(layer_types=[FULL, SLIDING]), SLIDING),
+    (dict(layer_types=[LINEAR, FULL]), LINEAR), (dict(layer_types=[FULL]), "layer"),
+    (dict(hidden_act="gelu"), "gelu silu"), (dict(quantization_config={"quant_method": "fp8"}), "quantized"),
+    (dict(rope_parameters="drop"), "rope_theta"),
+    (dict(rope_parameters=ROPE | {"rope_type": "yarn"}), "factor"),
+    (dict(rope_parameters=ROPE | {"rope_type": "dynamic", "factor": 2.0}), "dynamic"),
+    (dict(rope_parameters="yarn"), "rope"), (dict(num_hidden_layers=0, layer_types="drop"), "layer"),
+    *((dict(num_key_value_heads=n), "num_key_value_heads") for n in (0, 3)),
+    *((with_file("config.json", data), "config.json") for data in (None, b"", b"{nope", b"[]", b"\xff\xfe")),
+    *((with_file("model.safetensors", data), "model.safetensors") for data in (None, b"", b"\xff" * 999)),
+    *((with_file("model.safetensors.index.json", data), "index") for data in (b"{", b"{}")),
+    (with_file("generation_config.json", b"[]"), "generation_config.json"),
+    (with_file("tokenizer.json", b"{"), "tokenizer"),
+    ({"files": {"tokenizer.json": None, "tokenizer_config.json": None}}, "tokenizer")], ids=str)
+def test_unfit_model_is_refused_before_weights(change, words, shelf, tmp_path, capsys, no_weights):
+    """P08, P12, P31 and their kinds. `words` are what the user needs to read."""
+    said = refusal(argv(shelf, folder=edited(shelf, tmp_path, **change)), capsys)
+    assert not [word for word in words.split() if word not in said]
+
+@pytest.mark.parametrize("damage, words", [
+    ("truncated", "model.safetensors"), ("no up_proj", "up_proj"), ("no k_proj", "k_proj"),
+    ("misshapen", "q_norm 8 16"), ("truncated shard", "b.safetensors"), ("missing shard", "b.safetensors"),
+    ("wrong index", "safetensors")])
+def test_damaged_weights_are_refused(damage, words, shelf, tmp_path, capsys):
+    folder = edited(shelf, tmp_path, drop=(damage[3:] + ".weight",) if damage.startswith("no ") else ())
+    file = folder / "model.safetensors"
+    if damage == "truncated":
+        file.write_bytes(file.read_bytes()[:-500])
+    if damage == "misshapen":
+        save_file(load_file(file) | {"model.layers.0.self_attn.q_norm.weight": torch.ones(8)}, file)
+    if "shard" in damage or "index" in damage:
+        weights = load_file(file)
+        where = {name: "ab"[i % 2] + ".safetensors" for i, name in enumerate(sorted(weights))}
+        for shard in set(where.values()):
+            save_file({n: w for n, w in weights.items() if where[n] == shard}, folder / shard)
+        file.unlink()
+        where = dict.fromkeys(where, "a.safetensors") if "index" in damage else where
+        (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": where}))
+        cut = (folder / "b.safetensors").read_bytes()[:-500]
+        (folder / "b.safetensors").unlink() if "missing" in damage else None
+        (folder / "b.safetensors").write_bytes(cut) if "truncated" in damage else None
+    said = refusal(argv(shelf, folder=folder), capsys)
+    assert not [word for word in words.split() if word not in said]
+
+WRONG = """\
+--bits 2 --k-bits 4: --bits --k-bits; --bits 5: bits 5; --group 3: --group 3; --group 32: --group 32
+--group 0: --group; --device nosuch: device nosuch; --device meta: device meta; --raw --prompt=: prompt empty
+--prompt \udcff: prompt; --prompt LONG: 512; --max-new-tokens 600: 512; --eval-len 600: --eval-len 512
+--eval-seqs 11: --eval-seqs 2200; --eval-skip 9999: --eval-skip; --calib-seqs 99: --calib-seqs
+--eval-len 1: --eval-len; --eval-len 30: --eval-len; --eval TMP/none.txt: none.txt; --eval TMP: TMP
+--eval TMP/binary: binary text; --calib TMP/binary: binary text
+--eval TMP/empty: empty 0 tokens; --json TMP/none/x: TMP/none/x
+--json TMP: TMP; --save TMP/none/x: TMP/none/x; --save TMP: TMP; --save TMP/x --json TMP/x: --json --save
+--save TMP/x --json TMP/x.json: --json --save; --task calibrate: --save
+--task calibrate --bits 16 --save TMP/x: --bits; --bits 16 --save TMP/x: --save
+--transforms TMP/none.pt: none.pt; --temperature nan: --temperature; --top-p 2: --top-p; --yarn inf: --yarn
+--seed 99999999999999999999: --seed; --model nosuch: nosuch; --model TMP/no/such: such
+--model TMP/empty: empty; --model TMP: config.json"""
+
+@pytest.mark.parametrize("row", WRONG.replace("\n", "; ").split("; "))
+def test_wrong_flag_is_refused_before_weights(row, shelf, tmp_path, capsys, no_weights):
+    flags, words = row.replace("LONG", "x" * 520).split(": ")
+    (tmp_path / "binary").write_bytes(bytes(range(256)) * 40)
+    (tmp_path / "empty").touch()
+    there = lambda text: text.replace("TMP", str(tmp_path))
+    said = refusal(argv(shelf, *there(flags).split()), capsys)
+    assert not [word for word in there(words).split() if word not in said]
+
+def test_prompt_may_fill_the_positions_to_the_last(shelf, capsys):
+    """P16: 500 + 12 tokens are 512 positions; 501 are refused."""
+    W.main(argv(shelf, "--task", "generate", "--raw", "--prompt", "x" * 500, "--max-new-tokens", 12))
+    assert "positions" in refusal(argv(shelf, "--raw", "--prompt", "x" * 501, "--max-new-tokens", 12), capsys)
+
+def test_hub_id_without_network_is_refused_in_one_sentence(shelf, capsys, monkeypatch):
+    import huggingface_hub
+
+    def offline(*_, **__):
+        raise ConnectionError("no\nnetwork")
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", offline)
+    assert "owner/name" in refusal(argv(shelf, "--model", "owner/name"), capsys)
+    assert "wikitext" in refusal(argv(shelf, "--eval", "wikitext2"), capsys)
+
+def test_program_ends_without_traceback(shelf, tmp_path):
+    """P08 in a real process."""
+    flags = argv(shelf, folder=edited(shelf, tmp_path, head_dim=24))
+    run = subprocess.run([sys.executable, W.__file__, *flags], capture_output=True, text=True)
+    assert run.returncode == 1 and "Traceback" not in run.stderr
+    assert "head_dim 24" in run.stderr.splitlines()[-1]
+
+@pytest.fixture(scope="session")
+def report(shelf, tmp_path_factory):
+    """The whole report at 2 bits, and what it calibrated, computed here."""
+    out, model = tmp_path_factory.mktemp("out"), load(shelf.folder)
+    ids = torch.tensor(shelf.tokenizer(Path(shelf.text).read_text())["input_ids"])
+    T = W.derive(W.calibrate(model, list(ids[:128].split(64))), "wush")
+    found = figures(shelf, out, "--bits", 2, "--save", out / "WUSH.pt")
+    texts = list(ids[:400].split(200))
+    return SimpleNamespace(figures=found, file=out / "WUSH.pt", model=model, T=T, texts=texts)
+
+def test_report_writes_its_figures(report, shelf):
+    f, names = report.figures, {"none", "hadamard", "oscar", "wush"}
+    assert set("model bits k_bits v_bits kv_bytes_per_token effective_bits module_error perplexity "
+               "kl same_top1 tokens_per_second text seconds".split()) <= f.keys()
+    assert (f["bits"], f["k_bits"], f["v_bits"], f["model"]) == (2, 2, 2, str(shelf.folder))
+    assert all(f[key].keys() == names for key in ("module_error", "perplexity", "kl", "same_top1"))
+    assert f["text"].keys() == f["tokens_per_second"].keys() == {"none", "wush"}
+    assert min(*f["tokens_per_second"].values(), f["seconds"]) > 0
+    assert f["effective_bits"] == pytest.approx(8 * f["kv_bytes_per_token"] / (2 * 2 * 2 * 16))
+    scores = W.perplexity(report.model, report.texts, {"wush": report.T}, TWO, TWO, 16, 16, 16)
+    for name, row in scores.items():
+        assert [row[key][0] for key in row] == pytest.approx([f[key][name] for key in row], rel=1e-5)
+    error = W.module_error(report.model, report.texts, {"wush": report.T}, TWO, TWO, 0)
+    assert error["wush"][0] == pytest.approx(f["module_error"]["wush"], rel=1e-5)
+
+def test_transforms_file_is_exactly_k_and_v_and_loads_back_bit_for_bit(report, shelf, tmp_path):
+    """P43: what the file gives is what calibrating gave."""
+    T = torch.load(report.file, weights_only=True)
+    about = {"fingerprint": W.fingerprint(shelf.folder), "model": "x"}
+    again = W.load_transforms(str(report.file), report.model.config, about)
+    assert list(T) == ["k", "v"]
+    assert all(torch.equal(T[side], report.T[side]) and torch.equal(T[side], again[side]) for side in T)
+    text = figures(shelf, tmp_path, "--bits", 2, "--task", "generate", "--transforms", report.file)["text"]
+    assert text["wush"] == report.figures["text"]["wush"]
+    assert json.loads(Path(f"{report.file}.json").read_text())["calibration_tokens"] == 128
+
+@pytest.mark.parametrize("spoil, words", [
+    (lambda T: [1], "k"), (lambda T: {"k": T["k"], "values": T["v"]}, "v"),
+    (lambda T: T | {"k": T["k"] * math.nan}, "finite"), (lambda T: T | {"v": T["v"] * 0}, "invert"),
+    *((lambda T, cut=cut: {side: cut(t) for side, t in T.items()}, words) for cut, words in (
+        (lambda t: t[:1], "layers"), (lambda t: t[:, :1], "heads"), (lambda t: t[..., :8, :8], "head_dim"),
+        (lambda t: t[0], "shape"), (torch.Tensor.int, ""))),
+    (b"", "transforms file"), (b"hello", "transforms file"), (2000, "transforms file")], ids=range(12))
+def test_wrong_transforms_file_is_refused(spoil, words, report, shelf, tmp_path, capsys, no_weights):
+    path = tmp_path / "T.pt"
+    whole = report.file.read_bytes()
+    if callable(spoil):
+        torch.save(spoil(torch.load(report.file)), path)
+    else:
+        path.write_bytes(whole[:spoil] if isinstance(spoil, int) else spoil)
+    said = refusal(argv(shelf, "--task", "generate", "--transforms", path), capsys)
+    assert "T.pt" in said and words in said
+
+@pytest.mark.parametrize("sidecar", [b"{", b"[]", b"{}", b'{"fingerprint": "0"}'])
+def test_spoiled_sidecar_is_refused(sidecar, report, shelf, tmp_path, capsys, no_weights):
+    path = shutil.copy(report.file, tmp_path / "T.pt")
+    Path(f"{path}.json").write_bytes(sidecar)
+    assert "T.pt" in refusal(argv(shelf, "--task", "generate", "--transforms", path), capsys)
+
+@pytest.mark.parametrize("made_with", ["--transform oscar", "--group 8"])
+def test_transforms_file_is_used_as_what_it_was_made_as_or_refused(made_with, shelf, tmp_path, caches):
+    """P43: its sidecar says which transform and group; calling it wush, or one group a head, misreads it."""
+    W.main(argv(shelf, "--task", "calibrate", *made_with.split(), "--save", tmp_path / "T.pt"))
+    try:
+        text = figures(shelf, tmp_path, "--task", "generate", "--transforms", tmp_path / "T.pt")["text"]
+    except SystemExit:
+        return
+    assert list(text) == ["oscar" if "oscar" in made_with else "wush"]
+    assert {c.k.codec.group for c in caches} == {8 if "8" in made_with else None}
+
+@pytest.mark.parametrize("which", ["", "k_proj", "v_proj", "o_proj"])
+def test_transforms_of_other_weights_are_refused_and_both_named(which, report, shelf, tmp_path, capsys):
+    """P43: same shapes, other weights; or only one kind of projection differs, as after merging a LoRA."""
+    folder = edited(shelf, tmp_path)
+    weights = load_file(folder / "model.safetensors")
+    save_file({n: w * 1.1 if which in n else w for n, w in weights.items()}, folder / "model.safetensors")
+    said = refusal(argv(shelf, "--transforms", report.file, folder=folder), capsys)
+    assert str(folder) in said and str(shelf.folder) in said
+
+@pytest.mark.parametrize("flags, bits", [("", (2, 2)), ("--bits 3", (3, 3)), ("--k-bits 4", (4, 2)),
+                                         ("--v-bits 8", (2, 8)), ("--k-bits 4 --v-bits 16", (4, 16))])
+def test_bits_flags_set_their_side_and_2_is_the_default(flags, bits, shelf, tmp_path, caches):
+    """P50: in the figures and in the caches that decode."""
+    f = figures(shelf, tmp_path, *flags.split(), "--task", "generate", "--transform", "hadamard")
+    assert (f["k_bits"], f["v_bits"]) == bits
+    assert {(c.k.codec.bits, c.v.codec.bits) for c in caches} == {bits}
+
+def test_refusal_leaves_no_file_behind_and_old_ones_as_they_were(shelf, tmp_path, capsys):
+    (tmp_path / "old").write_text("old")
+    for name in "old", "new":
+        out = "--json", tmp_path / name, "--save", tmp_path / (name + ".pt")
+        refusal(argv(shelf, *out, "--eval", tmp_path / "none"), capsys)
+    assert [p.name for p in tmp_path.iterdir()] == ["old"] and (tmp_path / "old").read_text() == "old"
+
+def test_generate_does_not_mind_the_lengths_of_calibration_and_evaluation(shelf):
+    """Their defaults, 1024 and 2048, are over this model's 512 positions; neither text is read."""
+    flags = "--task generate --transform hadamard --max-new-tokens 2".split()
+    W.main(["--model", str(shelf.folder), *flags])
+
+def test_16_bits_is_off(report, shelf, tmp_path):
+    off = figures(shelf, tmp_path, "--bits", 16)
+    for key in "perplexity", "text", "module_error", "kl":
+        assert off[key] == {"none": report.figures[key]["none"]}
+    assert off["effective_bits"] == 16
+
+def test_report_is_strict_json(shelf, tmp_path):
+    """One sequence has no standard error; NaN is no JSON."""
+    W.main(argv(shelf, "--eval-seqs", 1, "--task", "ppl", "--json", tmp_path / "x"))
+    json.loads((tmp_path / "x").read_text(), parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
+
+def test_same_seed_gives_the_same_text(shelf, capsys, report):
+    texts = []
+    for seed in 1, 1, 2:
+        capsys.readouterr()
+        flags = "--transforms", report.file, "--temperature", 1.5, "--seed", seed
+        W.main(argv(shelf, "--task", "generate", *flags))
+        texts.append(capsys.readouterr().out)
+    assert texts[0] == texts[1] != texts[2]
+
+@pytest.mark.parametrize("flags, thinking", [([], False), (["--thinking"], True), (["--raw"], None)])
+def test_prompt_goes_through_the_chat_template_unless_raw(flags, thinking, shelf, monkeypatch, report):
+    """P14."""
+    given_, tok = [], shelf.tokenizer
+    monkeypatch.setattr(W, "decode", lambda model, cache, prompts, *_: given_.extend(prompts) or iter([]))
+    W.main(argv(shelf, "--task", "generate", "--transforms", report.file, "--prompt", "Why?", *flags))
+    text = "Why?" if thinking is None else "<user>Why?<bot>" + "!" * (not thinking)
+    assert given_ == [tok(text)["input_ids"]]
+
+@settings(max_examples=40, deadline=None)
+@given(text=st.text(max_size=12), more=st.binary(max_size=6))
+def test_streamed_pieces_add_up_and_never_cut_a_character(shelf, text, more):
+    """P15, characters of up to four bytes, each byte a token; then bytes that are no text at all."""
+    tok = shelf.tokenizer
+    for text in "ok 🔥 ďábel 你好", text:
+        ids = tok(text)["input_ids"]
+        pieces = list(W.stream_text(tok, iter(ids)))
+        assert "".join(pieces) == tok.decode(ids)
+        assert "\ufffd" in text or not any("\ufffd" in piece for piece in pieces)
+    ids += [int(b) for b in more]
+    assert "".join(W.stream_text(tok, iter(ids))) == tok.decode(ids)
