@@ -1213,7 +1213,7 @@ def memory_task(job: Job) -> dict:
     codecs = {"k_codec": k_codec, "v_codec": v_codec}
     keep = o.keep if job.transforms else None
     held = cache_bytes(c, o.eval_len, sink=o.sink, keep=keep, flush=o.flush, **codecs)
-    packed = cache_bytes(c, 4096, sink=0, keep=0, flush=1, **codecs)
+    packed = cache_bytes(c, 16384, sink=0, keep=0, flush=1, **codecs)
     bits, packed_bits = 8 * held / elements, 8 * packed / elements
     print(f"KV cache, bytes per token: {2 * elements} in 16 bits; {packed:.0f} once packed, scales included, "
           f"{packed_bits:.2f} bits an element; {held:.0f} at {o.eval_len} tokens with windows: {bits:.2f}")
