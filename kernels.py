@@ -1,4 +1,4 @@
-"""The hot path of WUSH-KV: how the codes of a quantized cache lie in bytes.
+"""The hot path of WUSH-KV: the bytes of a quantized cache, and the kernels that write and read them.
 
 The layout, once, in words. The d codes of one token and KV head become d·b/8 bytes, and no code straddles a
 byte. At b = 2, 4 or 8 bits the channels are cut into 8/b equal runs; byte r holds channel r of every run, run
@@ -8,13 +8,36 @@ there are two planes: the codes' upper two bits laid out as above, then their lo
 codes (byte r: channels r, r + d/8, ...). Scale and offset of a group are one int32: the bfloat16 scale in the
 low half, the bfloat16 offset in the high half.
 
-Importable without a GPU and without Triton.
+Each kernel is a quartet: the torch reference, which is its specification, the Triton kernel, a launcher with
+the reference's signature, and the bytes it moves. Launchers run the kernel on CUDA tensors, the reference on
+others, so this file works without a GPU and without Triton. `python kernels.py` checks the kernels against
+their references on the device at hand; `--compile` compiles every variant for six GPU generations, none of
+which need be there, and prints its cost.
+
+Index legend: b batch, g KV head, r query head of its group, s cached token, d head dim.
 """
+from __future__ import annotations          # annotations stay strings, so those of the kernels need no Triton
+
 import functools
+import os
+import re
+import subprocess
+import sys
+import tempfile
 import warnings
 
 import torch
 from torch import Tensor
+
+try:
+    import triton
+    import triton.language as tl
+except ImportError:
+    triton = None
+
+jit = triton.jit if triton else lambda kernel: kernel                       # never launched without Triton
+at_compile_time = triton.constexpr_function if triton else lambda function: function
+INTERPRET = os.environ.get("TRITON_INTERPRET") == "1"                       # kernels run on the CPU, as numpy
 
 PLANES = {2: (2,), 3: (2, 1), 4: (4,), 8: (8,)}      # bits of a code -> bits of each plane, upper bits first
 
@@ -50,6 +73,427 @@ def join_pair(scale: Tensor, offset: Tensor) -> Tensor:
 def split_pair(pair: Tensor) -> tuple[Tensor, Tensor]:
     """Undo `join_pair`: two bfloat16 tensors of the shape of `pair`."""
     return pair.unsqueeze(-1).view(torch.bfloat16).unbind(-1)
+
+
+def fused(reference):
+    """Let a launcher fall back to `reference`: where its kernel cannot reach, and for good once it failed."""
+    def decorate(launch):
+        @functools.wraps(reference)
+        def call(x: Tensor, *args):
+            if triton and (x.is_cuda or INTERPRET) and not call.failed:
+                try:
+                    with torch.cuda.device_of(x):
+                        return launch(x, *args)
+                except Exception as error:
+                    call.failed = True                  # one warning, not one for each layer and token
+                    warnings.warn(f"{launch.__name__} failed, torch takes over: {error}", RuntimeWarning)
+            return reference(x, *args)
+        call.failed = False
+        return call
+    return decorate
+
+
+# ------------------------------------------------------------------------------------------------------------
+# Encode: transform, quantize and pack tokens. Once a token, at prefill or flush.
+
+GAUSSIAN_CLIP = {2: 1.4935300289152602, 3: 2.051068045052207, 4: 2.5140045914998, 8: 3.9222044167470385}
+
+
+def encode_ref(x: Tensor, T: Tensor | None, bits: int, rule: str, clip: float) -> tuple[Tensor, Tensor]:
+    """Quantize y = T x: x (b, g, s, d), T (g, 1, d, d) to codes (b, g, s, d·bits/8) and pairs (b, g, s, 1).
+
+    `rule` "quest": the levels span ±α·RMS(y), α the Gaussian-optimal clip. "affine": they span the values
+    within ±τ, τ the ⌊clip·d⌋-th smallest |y|. Codes are taken against the pair rounded to bfloat16.
+    """
+    y, top = x.float() if T is None else x.float() @ T.squeeze(1).mT, 2**bits - 1
+    if rule == "quest":
+        peak = y.abs().amax(-1, keepdim=True)       # of y/peak, as the squares of y may under- or overflow;
+        ratio = y / torch.where(peak > 0, peak, 1)  # in float64, so that the order of the sum does not show
+        rms = peak * ratio.square().mean(-1, keepdim=True, dtype=torch.float64).float().sqrt()
+        scale, offset = rms * (2 * GAUSSIAN_CLIP[bits] / top), rms * -GAUSSIAN_CLIP[bits]
+    else:
+        tau = y.abs().sort(-1).values[..., rank(clip, y.shape[-1]), None]
+        offset, highest = y.clamp(-tau, tau).aminmax(dim=-1, keepdim=True)
+        scale = (highest - offset) / top
+    scale, offset = scale.bfloat16().clamp(min=2.0**-126), offset.bfloat16()    # smallest normal: never 0/0
+    codes = ((y - offset.float()) / scale.float()).clamp(0, top).round().byte()
+    return pack_ref(codes, bits), join_pair(scale, offset)
+
+
+def rank(clip: float, d: int) -> int:
+    """Which of a row's d sorted magnitudes, counted from 0, is the clip threshold."""
+    return min(int(clip * d), d - 1)
+
+
+@jit
+def _bfloat16_bits(x):
+    """float32 to the bits of bfloat16, ties to even. By hand, since the interpreter's cast truncates."""
+    bits = x.to(tl.uint32, bitcast=True)
+    return bits + 0x7FFF + (bits >> 16 & 1) >> 16
+
+
+@jit
+def _smallest(y, RANK: tl.constexpr):
+    """The RANK-th smallest |y| of each row, bit by bit, by counting: floats are ordered as their bits are."""
+    bits = y.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+    found = tl.zeros([y.shape[0], 1], tl.int32)
+    for i in range(31):
+        more = found | 1 << 30 - i
+        found = tl.where(tl.sum((bits < more).to(tl.int32), 1)[:, None] <= RANK, more, found)
+    return found.to(tl.float32, bitcast=True)
+
+
+@jit
+def _pack(ptr, codes, live, WIDTH: tl.constexpr, BELOW: tl.constexpr):
+    """Store one plane as `pack_ref` packs it: WIDTH bits, above the BELOW lowest, of codes (s, d)."""
+    BYTES: tl.constexpr = codes.shape[1] * WIDTH // 8
+    runs = tl.reshape(codes >> BELOW & 2**WIDTH - 1, [codes.shape[0], 8 // WIDTH, BYTES])
+    byte = tl.sum(runs << (tl.arange(0, 8 // WIDTH) * WIDTH)[None, :, None], 1)
+    tl.store(ptr + tl.arange(0, BYTES), byte.to(tl.uint8), mask=live)
+
+
+@jit
+def _encode_kernel(x_ptr, t_ptr, codes_ptr, pair_ptr, stride, n, G, RANK: tl.constexpr, ALPHA: tl.constexpr,
+                   D: tl.constexpr, BITS: tl.constexpr, TRANSFORM: tl.constexpr, BLOCK: tl.constexpr,
+                   CHUNK: tl.constexpr):
+    """Encode BLOCK tokens of one head; ALPHA 0 means the affine rule."""
+    head = tl.program_id(1).to(tl.int64)                # counts (b, g); int64, or offsets wrap at 2^31
+    token = (tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK))[:, None]
+    d, c, live, row = tl.arange(0, D)[None, :], tl.arange(0, CHUNK), token < n, head * n + token
+    x_ptr += head // G * stride[0] + head % G * stride[1] + token * stride[2]
+    if TRANSFORM:
+        y = tl.zeros([BLOCK, D], tl.float32)
+        for i in range(0, D, CHUNK):                    # some inputs at a time: T would fill all registers
+            x = tl.load(x_ptr + (i + c)[None, :] * stride[3], mask=live, other=0).to(tl.float32)
+            T = tl.load(t_ptr + head % G * D * D + d * D + (i + c)[:, None])
+            y = tl.dot(x, T, y, input_precision="tf32x3")                       # mere tf32 would move codes
+    else:
+        y = tl.load(x_ptr + d * stride[3], mask=live, other=0).to(tl.float32)
+    if ALPHA > 0:
+        peak = tl.max(tl.abs(y), 1)[:, None]
+        ratio = tl.div_rn(y, tl.where(peak > 0, peak, 1.0))
+        mean = tl.sum((ratio * ratio).to(tl.float64), 1)[:, None] / D
+        rms = peak * tl.sqrt_rn(mean.to(tl.float32))
+        scale, offset = rms * (2 * ALPHA / (2**BITS - 1)), rms * -ALPHA
+    else:
+        tau = _smallest(y, RANK)
+        clamped = tl.minimum(tl.maximum(y, -tau), tau)
+        offset = tl.min(clamped, 1)[:, None]
+        scale = tl.div_rn(tl.max(clamped, 1)[:, None] - offset, tl.full([BLOCK, 1], 2**BITS - 1, tl.float32))
+    scale, offset = tl.maximum(_bfloat16_bits(scale), 0x80), _bfloat16_bits(offset) # 0x80: smallest normal
+    tl.store(pair_ptr + row, (scale | offset << 16).to(tl.int32, bitcast=True), mask=live)
+    y = tl.div_rn(y - (offset << 16).to(tl.float32, bitcast=True), (scale << 16).to(tl.float32, bitcast=True))
+    y = tl.minimum(tl.maximum(y, 0.0), 2**BITS - 1)
+    codes = (y + 8388608.0 - 8388608.0).to(tl.int32)    # adding 2^23 rounds to an integer, ties to even
+    codes_ptr += row * (D * BITS // 8)
+    if BITS == 3:
+        _pack(codes_ptr, codes, live, 2, 1)
+        _pack(codes_ptr + D // 4, codes, live, 1, 0)
+    else:
+        _pack(codes_ptr, codes, live, BITS, 0)
+
+
+@fused(encode_ref)
+def encode(x, T, bits, rule, clip):
+    """Launch `_encode_kernel`. Moves d·(size of x + bits/8) + 4 bytes a row, and T for every 16 tokens."""
+    b, g, n, d = x.shape
+    codes = torch.empty(b, g, n, d * bits // 8, dtype=torch.uint8, device=x.device)
+    pair = torch.empty(b, g, n, 1, dtype=torch.int32, device=x.device)
+    if pair.numel():
+        _encode_kernel[triton.cdiv(n, 16), b * g](
+            x, x if T is None else T.contiguous(), codes, pair, x.stride(), n, g, rank(clip, d),
+            GAUSSIAN_CLIP[bits] if rule == "quest" else 0, d, bits, T is not None, 16, 16)
+    return codes, pair
+
+
+# ------------------------------------------------------------------------------------------------------------
+# Decode: a new token's queries attend to sinks, packed tokens and recent tokens, with one softmax.
+
+Window = tuple[Tensor, Tensor, Tensor]                  # k and v (b, g, slots, d), number of valid slots (b,)
+Packed = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]  # k codes, k pair, v codes, v pair, number valid
+
+
+def decode_attention_ref(q: Tensor, qt: Tensor, sinks: Window, packed: Packed, recent: Window,
+                         bits: tuple[int, int]) -> Tensor:
+    """Attend with q (b, g, r, d), or qt = T⁻ᵀ q where keys are packed; a row without any token gets zeros."""
+    def read(codes, pair, width):
+        scale, offset = split_pair(pair)
+        return scale.float() * unpack_ref(codes, width) + offset.float()
+
+    scores, values = [], []
+    packed = read(*packed[0:2], bits[0]), read(*packed[2:4], bits[1]), packed[4]
+    for query, (k, v, n) in (q, sinks), (qt, packed), (q, recent):
+        valid = (torch.arange(k.shape[2], device=n.device) < n[:, None])[:, None, None]         # (b, 1, 1, s)
+        score = query.float() @ k.float().mT * q.shape[-1] ** -0.5
+        scores.append(score.masked_fill(~valid, -1e30))         # finite: a row without tokens averages zeros
+        values.append(v.float().masked_fill(~valid.mT, 0))
+    return (torch.cat(scores, -1).softmax(-1) @ torch.cat(values, 2)).to(q.dtype)
+
+
+@at_compile_time
+def slices(d, bits):
+    """What one mask at a time takes out of the words of packed tokens, plane by plane, as tuples of
+
+    width, byte, word, words  how to load the plane: from which byte, how many words of how many bits (bytes
+                              where 16-bit words would be too few for the 16 columns of a tensor core's tile)
+    bit, first, step          the slice's bit in each word, its first channel, the step to the next word's
+    exponent                  of the power of two its codes lack: for planes below, less its bit in the byte
+    """
+    found, byte, below = [], 0, bits
+    for width in PLANES[bits]:
+        below, word = below - width, 16 if d * width >= 256 else 8
+        for bit in range(0, word, width):
+            first = bit % 8 // width * (d * width // 8) + bit // 8
+            found.append((width, byte, word, d * width // word, bit, first, word // 8, below - bit % 8))
+        byte += d * width // 8
+    return found
+
+
+@at_compile_time
+def unpack_ptx(width, word):
+    """PTX and constraints to take 32 bits of packed codes apart, two codes an instruction.
+
+    A float16 with none but low mantissa bits is subnormal: code bits left where they lie in their byte, at
+    bit i, are code · 2^(i − 24), exactly, and tensor cores multiply subnormals exactly (Fasi et al., 2021).
+    So the neighbours are masked away and that is all: no shift for each code, no exponent, no conversion.
+    Register a gets the lower bytes of 16-bit words, b the upper; of four single bytes, a gets two and b two.
+    """
+    spread = {16: "mov.b32 a, $X; shr.b32 b, $X, 8;",
+              8: "prmt.b32 a, $X, 0, 0x4140; prmt.b32 b, $X, 0, 0x4342;"}[word]
+    outputs = [(register, i) for register in "ab" for i in range(0, 8, width)]
+    if word == 8:
+        outputs.sort(key=lambda output: output[1])      # both halves of a slice together
+    masks = [((1 << width) - 1 << i) * 0x10001 for _, i in outputs]
+    ands = [f"and.b32 ${n}, {outputs[n][0]}, {mask:#x};" for n, mask in enumerate(masks)]
+    ptx = " ".join(["{ .reg .b32 a, b;", spread.replace("X", str(len(outputs))), *ands, "}"])
+    return ptx, "=r," * len(outputs) + "r"
+
+
+@jit
+def _codes(ptr, token, live, AXIS: tl.constexpr, ROW: tl.constexpr, MASKED: tl.constexpr, FAST: tl.constexpr,
+           DOT: tl.constexpr, WIDTH: tl.constexpr, BYTE: tl.constexpr, WORD: tl.constexpr,
+           WORDS: tl.constexpr, BIT: tl.constexpr, FIRST: tl.constexpr, STEP: tl.constexpr,
+           EXPONENT: tl.constexpr):
+    """Load one of `slices` of a tile of tokens, words along AXIS. (Compiled, the words are loaded once.)"""
+    word = tl.expand_dims(tl.arange(0, max(WORDS, 16)), 1 - AXIS)
+    at = (ptr + BYTE).to(tl.pointer_type(tl.uint16 if WORD == 16 else tl.uint8))
+    at += tl.expand_dims(token, AXIS) * (ROW * 8 // WORD) + word
+    if MASKED or WORDS < 16:
+        words = tl.load(at, mask=tl.expand_dims(live, AXIS) & (word < WORDS), other=0)
+    else:
+        words = tl.load(at)
+    if FAST:
+        every = tl.inline_asm_elementwise(
+            unpack_ptx(WIDTH, WORD)[0], unpack_ptx(WIDTH, WORD)[1], [words],
+            dtype=(tl.float16,) * (WORD // WIDTH), is_pure=True, pack=32 // WORD)
+        codes = every[BIT // WIDTH]
+    else:                                               # the same, a code at a time
+        codes = words.to(tl.uint16) >> BIT // 8 * 8 & (2**WIDTH - 1) * 2**(BIT % 8)
+    return codes.to(tl.float16, bitcast=True).to(DOT)
+
+
+@jit
+def _channels(slice: tl.constexpr):
+    """The channels of a slice's words, as a column, and which of the words exist."""
+    word = tl.arange(0, max(slice[3], 16))[:, None]
+    return slice[5] + word * slice[6], word < slice[3]
+
+
+@jit
+def _split_pair(pair):
+    """`split_pair`, to float32."""
+    return (pair << 16).to(tl.float32, bitcast=True), (pair & -65536).to(tl.float32, bitcast=True)
+
+
+@jit
+def _packed_tile(state, query, size, bias, k, k_pair, v, v_pair, start, end, K_ROW: tl.constexpr,
+                 V_ROW: tl.constexpr, D: tl.constexpr, K_BITS: tl.constexpr, V_BITS: tl.constexpr,
+                 TILE: tl.constexpr, FAST: tl.constexpr, DOT: tl.constexpr, MASKED: tl.constexpr):
+    """Add a tile of packed tokens, those before `end` if MASKED, to the running softmax `state`."""
+    peak, total, shift, top, acc = state
+    token, at = tl.arange(0, TILE), tl.cast(start, tl.int64)
+    live = start + token < end
+    some, fill = (live, 0) if MASKED else (None, None)
+    k_scale, k_offset = _split_pair(tl.load(k_pair + at + token, mask=some, other=fill))
+    v_scale, v_offset = _split_pair(tl.load(v_pair + at + token, mask=some, other=fill))
+    score = tl.zeros([TILE, size.shape[0]], tl.float32)
+    for i in tl.static_range(len(query)):
+        codes = _codes(k + at * K_ROW, token, live, 1, K_ROW, MASKED, FAST, DOT, *slices(D, K_BITS)[i])
+        score = tl.dot(codes, query[i], score, input_precision="tf32x3")
+    score = score * k_scale[:, None] + k_offset[:, None] * bias[None, :]
+    if MASKED:
+        score = tl.where(live[:, None], score, -float("inf"))
+    new_peak = tl.maximum(peak, tl.max(score, 0) * size)
+    p = tl.exp2(score * size[None, :] - new_peak[None, :])
+    decay = tl.exp2(peak - new_peak)
+    total = total * decay + tl.sum(p, 0)
+    shift = shift * decay + tl.sum(p * v_offset[:, None], 0)
+
+    # Weights in units of the largest scale so far: float16 neither overflows nor loses what counts.
+    new_top = tl.maximum(top, tl.max(v_scale, 0))
+    weight = (p * (v_scale * (16384 / new_top))[:, None]).to(DOT)
+    decay *= top / new_top
+    sums = ()
+    for i in tl.static_range(len(acc)):                 # words first: to transpose codes takes shared memory
+        codes = _codes(v + at * V_ROW, token, live, 0, V_ROW, MASKED, FAST, DOT, *slices(D, V_BITS)[i])
+        sums = sums + (tl.dot(codes, weight, acc[i] * decay[None, :], input_precision="tf32x3"),)
+    return new_peak, total, shift, new_top, sums
+
+
+@jit
+def _packed_part(q_ptr, acc_ptr, here, packed, strides, b, g, part, PARTS, K_ROW: tl.constexpr,
+                 V_ROW: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, K_BITS: tl.constexpr,
+                 V_BITS: tl.constexpr, TILE: tl.constexpr, FAST: tl.constexpr, DOT: tl.constexpr):
+    """Softmax over one of PARTS shares of the packed tokens: store weighted sums, return peaks and totals."""
+    k, k_pair, v, v_pair, n = packed
+    k, k_pair = k + b * strides[0][0] + g * strides[0][1], k_pair + b * strides[1][0] + g * strides[1][1]
+    v, v_pair = v + b * strides[2][0] + g * strides[2][1], v_pair + b * strides[3][0] + g * strides[3][1]
+    n = tl.load(n + b)
+    share = tl.cdiv(tl.cdiv(n, PARTS), TILE) * TILE
+    start = tl.minimum(part * share, n)
+    end = tl.minimum(start + share, n)
+    middle = start + (end - start) // TILE * TILE
+
+    # Queries are scaled to ±2^14, as float16 has little room, and by what their codes lack; `size` undoes it.
+    q = tl.load(q_ptr + tl.arange(0, D)[:, None], mask=here, other=0)
+    largest = tl.maximum(tl.max(tl.abs(q), 0), 1e-30)
+    size = largest * (1024 * D**-0.5 * 1.4426950408889634)      # and softmax becomes a power of 2
+    bias = tl.sum(q, 0) / (largest * 1024)
+    query, acc = (), ()
+    for i in tl.static_range(len(slices(D, K_BITS))):
+        at, there = _channels(slices(D, K_BITS)[i])
+        q = tl.load(q_ptr + at, mask=there & here, other=0) / largest[None, :]
+        query = query + ((q * 2.0**(14 + slices(D, K_BITS)[i][7])).to(DOT),)
+    for i in tl.static_range(len(slices(D, V_BITS))):
+        acc = acc + (tl.zeros([max(slices(D, V_BITS)[i][3], 16), ROWS], tl.float32),)
+    zero = tl.zeros([ROWS], tl.float32)
+    state = (zero - 1e30, zero, zero, 1e-30, acc)
+
+    for at in range(start, middle, TILE):
+        state = _packed_tile(state, query, size, bias, k, k_pair, v, v_pair, at, end, K_ROW, V_ROW, D, K_BITS,
+                             V_BITS, TILE, FAST, DOT, False)
+    if middle < end:                                    # apart, so that the loop needs no masks
+        state = _packed_tile(state, query, size, bias, k, k_pair, v, v_pair, middle, end, K_ROW, V_ROW, D,
+                             K_BITS, V_BITS, TILE, FAST, DOT, True)
+
+    peak, total, shift, top, acc = state
+    for i in tl.static_range(len(acc)):
+        at, there = _channels(slices(D, V_BITS)[i])
+        out = acc[i] * (top * 2.0**(10 + slices(D, V_BITS)[i][7]))
+        if slices(D, V_BITS)[i][1] == 0:
+            out += shift[None, :]
+        else:                                           # a second plane adds to what other threads stored
+            if slices(D, V_BITS)[i][4] == 0:
+                tl.debug_barrier()
+            out += tl.load(acc_ptr + at, mask=there, other=0)
+        tl.store(acc_ptr + at, out, mask=there)
+    return peak, total
+
+
+@jit
+def _window_part(q_ptr, acc_ptr, here, window, strides, b, g, part, D: tl.constexpr, WINDOW: tl.constexpr,
+                 DOT: tl.constexpr):
+    """As `_packed_part`, over WINDOW slots of a window."""
+    k, v, n = window
+    d, slot = tl.arange(0, D), part * WINDOW + tl.arange(0, WINDOW)
+    live, slot = slot < tl.load(n + b), slot.to(tl.int64)
+    k += b * strides[0][0] + g * strides[0][1]
+    v += b * strides[1][0] + g * strides[1][1]
+    q = tl.load(q_ptr + d[:, None], mask=here, other=0)
+    k = tl.load(k + slot[:, None] * strides[0][2] + d[None, :], mask=live[:, None], other=0)
+    if DOT == tl.float32:                               # the interpreter would multiply bfloat16's bits
+        q, k = q.to(tl.float32), k.to(tl.float32)
+    score = tl.dot(k, q, input_precision="tf32x3") * (D**-0.5 * 1.4426950408889634)
+    score = tl.where(live[:, None], score, -1e30)
+    peak = tl.max(score, 0)
+    p = tl.where(live[:, None], tl.exp2(score - peak[None, :]), 0)
+    v = tl.load(v + slot[None, :] * strides[1][2] + d[:, None], mask=live[None, :], other=0)
+    if DOT == tl.float32:
+        v = v.to(tl.float32)
+    tl.store(acc_ptr + d[:, None], tl.dot(v, p.to(v.dtype), input_precision="tf32x3"))
+    return peak, tl.sum(p, 0)
+
+
+@jit
+def _decode_kernel(q_ptr, qt_ptr, sinks, packed, recent, acc_ptr, stat_ptr, strides, G, R, PARTS, SINK_PARTS,
+                   K_ROW: tl.constexpr, V_ROW: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr,
+                   K_BITS: tl.constexpr, V_BITS: tl.constexpr, TILE: tl.constexpr, WINDOW: tl.constexpr,
+                   FAST: tl.constexpr, DOT: tl.constexpr):
+    """A group's query heads, as columns of the tiles, over a share of the packed tokens or of a window."""
+    part, head = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    b, g, r = head // G, head % G, tl.arange(0, ROWS)
+    to, q_at, here = head * tl.num_programs(0) + part, (head * R + r[None, :]) * D, r[None, :] < R
+    acc_ptr += (to * ROWS + r[None, :]) * D
+    if part < PARTS:
+        peak, total = _packed_part(qt_ptr + q_at, acc_ptr, here, packed, strides[2:6], b, g, part, PARTS,
+                                   K_ROW, V_ROW, D, ROWS, K_BITS, V_BITS, TILE, FAST, DOT)
+    elif part < PARTS + SINK_PARTS:
+        peak, total = _window_part(q_ptr + q_at, acc_ptr, here, sinks, strides[0:2], b, g, part - PARTS, D,
+                                   WINDOW, DOT)
+    else:
+        peak, total = _window_part(q_ptr + q_at, acc_ptr, here, recent, strides[6:8], b, g,
+                                   part - PARTS - SINK_PARTS, D, WINDOW, DOT)
+    tl.store(stat_ptr + to * 2 * ROWS + r, peak)
+    tl.store(stat_ptr + (to * 2 + 1) * ROWS + r, total)
+
+
+@jit
+def _merge_kernel(acc_ptr, stat_ptr, out_ptr, parts, R, D: tl.constexpr, ROWS: tl.constexpr,
+                  BLOCK: tl.constexpr, CHUNK: tl.constexpr):
+    """Join the softmaxes of all parts, for CHUNK channels of a query head; empty parts hold zeros."""
+    row = tl.program_id(0).to(tl.int64)
+    head, r, d = row // R, row % R, tl.program_id(1) * CHUNK + tl.arange(0, CHUNK)
+    peak, total, acc = -1e30, 0.0, tl.zeros([CHUNK], tl.float32)
+    for start in range(0, parts, BLOCK):
+        part = start + tl.arange(0, BLOCK)
+        live, at = part < parts, head * parts + part
+        peaks = tl.load(stat_ptr + at * 2 * ROWS + r, mask=live, other=-1e30)
+        totals = tl.load(stat_ptr + (at * 2 + 1) * ROWS + r, mask=live, other=0)
+        accs = tl.load(acc_ptr + (at * ROWS + r)[:, None] * D + d[None, :], mask=live[:, None], other=0)
+        new_peak = tl.maximum(peak, tl.max(peaks, 0))
+        weight, decay = tl.exp2(peaks - new_peak), tl.exp2(peak - new_peak)
+        total = total * decay + tl.sum(totals * weight, 0)
+        acc = acc * decay + tl.sum(accs * weight[:, None], 0)
+        peak = new_peak
+    tl.store(out_ptr + row * D + d, (acc / tl.where(total > 0, total, 1)).to(out_ptr.dtype.element_ty))
+
+
+TILES = dict(TILE=64, WINDOW=32)                        # tokens: larger tiles spill, smaller repeat overheads
+
+
+def warps(d: int, bits: tuple[int, int], rows: int) -> dict:
+    """A warp a program, loads two tiles ahead, and a bound on registers where ptxas would overdo them."""
+    bound = d > 64 and rows == 8 and set(bits) not in ({2}, {4}, {8})
+    return dict(num_warps=1, num_stages=3) | (dict(maxnreg=200) if bound else {})
+
+
+@fused(decode_attention_ref)
+def decode_attention(q, qt, sinks, packed, recent, bits):
+    """Launch `_decode_kernel` and `_merge_kernel`. Moves d·(k_bits + v_bits)/8 + 8 bytes a packed token and
+    KV head, 2·d elements a window slot, and 4·(d + 2) bytes, twice, a part and query head.
+    """
+    (b, g, r, d), (k_codes, k_pair, v_codes, v_pair, _) = q.shape, packed
+    steps = [x.stride(-1) for x in (*sinks[:2], k_codes, v_codes, *recent[:2])]
+    steps += [pair.stride(2) for pair in (k_pair, v_pair)]
+    if set(steps) != {1}:
+        raise ValueError("channels, and the pairs of successive tokens, must lie side by side")
+    cuda, exact = q.is_cuda, INTERPRET or q.dtype == torch.float32
+    cores = torch.cuda.get_device_properties(q.device).multi_processor_count if cuda else 1
+    # Eight programs a multiprocessor, by the buffers' sizes: to ask the device for lengths would wait for it.
+    parts = min(triton.cdiv(8 * cores, b * g), triton.cdiv(k_codes.shape[2], 512), 256)
+    sink_parts, recent_parts = (triton.cdiv(k.shape[2], TILES["WINDOW"]) for k in (sinks[0], recent[0]))
+    every, rows = parts + sink_parts + recent_parts, max(8, triton.next_power_of_2(r))
+    acc, stat = (torch.empty(b * g * every * rows, size, device=q.device) for size in (d, 2))
+    out = torch.empty_like(q, memory_format=torch.contiguous_format)
+    strides = tuple(x.stride()[:3] for x in (*sinks[:2], k_codes, k_pair, v_codes, v_pair, *recent[:2]))
+    if every:
+        _decode_kernel[every, b * g](
+            q.contiguous(), qt.contiguous(), sinks, packed, recent, acc, stat, strides, g, r, parts,
+            sink_parts, k_codes.stride(2), v_codes.stride(2), d, rows, *bits, **TILES, **warps(d, bits, rows),
+            FAST=cuda and not exact and torch.cuda.get_device_capability(q.device) >= (8, 0),
+            DOT=tl.float32 if exact else tl.float16)
+    _merge_kernel[b * g * r, triton.cdiv(d, 32)](acc, stat, out, every, r, d, rows, 32, min(d, 32))
+    return out
 
 
 # ----------------------------------------------------------------------------------------------------------
@@ -113,7 +557,7 @@ def in_one_pass(reference, one_pass):
                 return compiled(x, codes, pair, bits)
             except Exception as e:       # no C++ compiler, most likely; torch raises several types
                 launch.compiles = False
-                warnings.warn(f"packed caches are read by plain torch, slower: compiling failed: {e}"[:300])
+                warnings.warn(f"packed caches are read by plain torch, slower: {e}"[:300], RuntimeWarning)
         return reference(x, codes, pair, bits)
 
     launch.compiles = True
@@ -122,3 +566,134 @@ def in_one_pass(reference, one_pass):
 
 packed_scores = in_one_pass(packed_scores_ref, scores_in_one_pass)
 packed_values = in_one_pass(packed_values_ref, values_in_one_pass)
+
+
+# ------------------------------------------------------------------------------------------------------------
+# python kernels.py: check the kernels on the device at hand; --compile: their cost on GPUs that are not.
+
+TARGETS = 80, 86, 89, 90, 100, 120                      # compute capabilities
+
+
+def example(b, g, r, d, bits, slots, dtype=torch.float32, device="cpu", seed=0):
+    """Arguments of `decode_attention`: lengths up to `slots` (sinks, packed, recent), NaN beyond."""
+    torch.manual_seed(seed)
+    lengths = [torch.randint(0, most + 1, (b,), dtype=torch.int32) for most in slots]
+    beyond = [torch.arange(most)[:, None] >= n[:, None, None, None] for n, most in zip(lengths, slots)]
+
+    def window(i):
+        k, v = torch.randn(2, b, g, slots[i], d).masked_fill(beyond[i], torch.nan).to(device, dtype)
+        return k, v, lengths[i].to(device)
+
+    packed = []
+    for width, rule in zip(bits, ("quest", "affine")):
+        codes, pair = encode_ref(torch.randn(b, g, slots[1], d), None, width, rule, 0.92)
+        packed += codes.masked_fill(beyond[1], 255), pair.masked_fill(beyond[1], -1)    # −1: a pair of NaN
+    packed = tuple(x.to(device) for x in (*packed, lengths[1]))
+    q, qt = torch.randn(2, b, g, r, d).to(device)
+    return q.to(dtype), qt, window(0), packed, window(2), bits
+
+
+def check(device: str):
+    """Compare both kernels with their references. Sums in another order may move a few pairs and codes."""
+    for dtype in (torch.float32, torch.bfloat16):
+        for d, bits in ((64, 2), (64, 3), (64, 4), (128, 2), (128, 3), (128, 4)):
+            args = example(2, 2, 4, d, (bits, bits), (16, 700, 100), dtype, device)
+            x, T = torch.randn(2, 2, 100, d).to(device, dtype), torch.randn(2, 1, d, d).to(device)
+            moved = 0
+            for rule in ("quest", "affine"):
+                ours, theirs = (torch.cat(f(x, T, bits, rule, 0.96), -1) for f in (encode, encode_ref))
+                moved += (ours != theirs).any(-1).float().mean().item() / 2
+            error = (decode_attention(*args) - decode_attention_ref(*args)).abs().max().item()
+            print(f"{device} {dtype} d={d} bits={bits}: {moved:.2%} of rows differ, attention {error:.0e}")
+            assert not (encode.failed or decode_attention.failed)
+            assert moved <= 0.02 and error <= 8 * torch.finfo(dtype).eps
+
+
+def compile_for(cc: int, kernel, arguments: dict, constants: dict, **options):
+    """Compile `kernel` for compute capability `cc`, its pointers and integers taken as multiples of 16."""
+    def leaves(kind, path):
+        if isinstance(kind, tuple):
+            return [leaf for i, part in enumerate(kind) for leaf in leaves(part, (*path, i))]
+        return [path]
+
+    place = {name: i for i, name in enumerate(kernel.arg_names)}
+    paths = [path for name, kind in arguments.items() for path in leaves(kind, (place[name],))]
+    source = triton.compiler.ASTSource(
+        kernel, {name: arguments.get(name, "constexpr") for name in kernel.arg_names},
+        {(place[name],): value for name, value in constants.items()},
+        {path: [["tt.divisibility", 16]] for path in paths})
+    return triton.compile(source, triton.backends.compiler.GPUTarget("cuda", cc, 32), options)
+
+
+def compile_decode(cc: int, d: int, bits: tuple[int, int], fast: bool, rows: int = 8, model: str = "bf16"):
+    """Compile `_decode_kernel` as `decode_attention` calls it."""
+    window = (f"*{model}", f"*{model}", "*i32")
+    arguments = dict(
+        q_ptr=f"*{model}", qt_ptr="*fp32", sinks=window, packed=("*u8", "*i32", "*u8", "*i32", "*i32"),
+        recent=window, acc_ptr="*fp32", stat_ptr="*fp32", strides=(("i32",) * 3,) * 8, G="i32", R="i32",
+        PARTS="i32", SINK_PARTS="i32")
+    constants = dict(
+        K_ROW=d * bits[0] // 8, V_ROW=d * bits[1] // 8, D=d, ROWS=rows, K_BITS=bits[0], V_BITS=bits[1],
+        **TILES, FAST=fast, DOT=tl.float32 if model == "fp32" else tl.float16)
+    return compile_for(cc, _decode_kernel, arguments, constants, **warps(d, bits, rows))
+
+
+def compile_encode(cc: int, d: int, bits: int, rule: str, transform: bool):
+    """Compile `_encode_kernel` as `encode` calls it."""
+    arguments = dict(x_ptr="*bf16", t_ptr="*fp32", codes_ptr="*u8", pair_ptr="*i32", stride=("i32",) * 4,
+                     n="i32", G="i32")
+    constants = dict(RANK=d - 5, ALPHA=GAUSSIAN_CLIP[bits] if rule == "quest" else 0, D=d, BITS=bits,
+                     TRANSFORM=transform, BLOCK=16, CHUNK=16)
+    return compile_for(cc, _encode_kernel, arguments, constants)
+
+
+def cost(compiled) -> tuple[int, int, int, int]:
+    """Registers and spilled bytes a thread, bytes of shared memory, instructions of the longest loop."""
+    tools = os.path.join(os.path.dirname(triton.__file__), "backends", "nvidia", "bin")
+    run = lambda *command: subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(compiled.asm["cubin"])
+        file.flush()
+        usage = run(f"{tools}/cuobjdump", "-res-usage", file.name)
+        sass = run(f"{tools}/nvdisasm", "-c", file.name)
+    labels, count, loop = {}, 0, 0
+    for line in sass.splitlines():
+        if label := re.match(r"(\.L_x_\d+):", line):
+            labels[label[1]] = count
+        elif re.match(r"\s+/\*[0-9a-f]{4,}\*/", line):
+            count += 1
+            jump = re.search(r"BRA.*`\((\.L_x_\d+)\)", line)
+            if jump and jump[1] in labels:              # backwards
+                loop = max(loop, count - labels[jump[1]])
+    registers, stack = re.search(r"REG:(\d+) STACK:(\d+)", usage).groups()
+    return int(registers), int(stack), compiled.metadata.shared, loop
+
+
+def compile_all():
+    """Print the cost of every kernel on every target, for decode with a loop's lane-instructions a code."""
+    print("cc   kernel                         registers spilled  shared  instructions a code")
+    variants = [(d, bits, flag) for d in (64, 128) for bits in (2, 3, 4) for flag in (True, False)]
+    for cc in TARGETS:
+        for d, bits, fast in variants:
+            *usage, loop = cost(compile_decode(cc, d, (bits, bits), fast))
+            print(f"{cc:<4} {f'decode d={d} bits={bits} ' + ('fast' if fast else 'plain'):30}",
+                  *(f"{x:8}" for x in usage), f"{loop * 32 / (TILES['TILE'] * 2 * d):8.2f}", flush=True)
+        for d, bits, transform in variants:
+            rule = "quest" if transform else "affine"
+            *usage, _ = cost(compile_encode(cc, d, bits, rule, transform))
+            print(f"{cc:<4} {f'encode d={d} bits={bits} {rule}':30}", *(f"{x:8}" for x in usage), flush=True)
+
+
+def main():
+    if triton is None:
+        sys.exit("kernels.py: Triton is not installed, so there is nothing to check")
+    if "--compile" in sys.argv:
+        compile_all()
+    elif torch.cuda.is_available() or INTERPRET:        # a --bench belongs here
+        check("cpu" if INTERPRET else "cuda")
+    else:                                               # Triton reads the variable when it is imported
+        os.execve(sys.executable, [sys.executable, *sys.argv], os.environ | {"TRITON_INTERPRET": "1"})
+
+
+if __name__ == "__main__":
+    main()

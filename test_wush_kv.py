@@ -8,13 +8,17 @@ the faults that users of key-value cache quantization have reported elsewhere.
 import functools
 import json
 import math
+import os
 import random
 import shutil
 import subprocess
 import sys
 import time
+import warnings
 from pathlib import Path
 from types import SimpleNamespace
+
+os.environ["TRITON_INTERPRET"] = "1"      # before Triton is imported: its kernels run on the CPU
 
 import numpy as np
 import pytest
@@ -22,8 +26,10 @@ import torch
 from hypothesis import given, settings, strategies as st
 from safetensors.torch import load_file, save_file
 
+import kernels
 import wush_kv as W
-from kernels import join_pair, pack_ref, split_pair, unpack_ref
+from kernels import (decode_attention, decode_attention_ref, encode, encode_ref, example, join_pair, pack_ref,
+                     slices, split_pair, unpack_ptx, unpack_ref)
 from wush_kv import Codec
 
 torch.set_num_threads(1)      # the tensors are small: threads would only wait for each other
@@ -1347,3 +1353,370 @@ def test_streamed_pieces_add_up_and_never_cut_a_character(shelf, text, more):
         assert "\ufffd" in text or not any("\ufffd" in piece for piece in pieces)
     ids += [int(b) for b in more]
     assert "".join(W.stream_text(tok, iter(ids))) == tok.decode(ids)
+
+
+# ---- kernels
+
+slow = pytest.mark.skipif("SLOW" not in os.environ, reason="compiles for minutes: SLOW=1 pytest")
+few = settings(max_examples=8, deadline=None, derandomize=True)
+RULES = "quest", "affine"
+KINDS = {
+    "normal": lambda x: x,
+    "outlier": lambda x: x * torch.where(torch.arange(x.shape[-1]) == 3, 1e3, 1.0),
+    "constant": lambda x: torch.full_like(x, -3.0),
+    "zeros": torch.zeros_like,
+    "tiny": lambda x: x * 1e-30,
+    "huge": lambda x: x * 1e4,
+}
+
+
+def read_back(codes, pair, bits):
+    scale, offset = split_pair(pair)
+    return scale.float() * unpack_ref(codes, bits) + offset.float()
+
+
+# ---- the layout and the bit tricks
+
+def run_ptx(text, register):
+    """Execute the PTX of `unpack_ptx`, of few instructions; `register` is its last operand."""
+    value = {}
+    body = text[text.index(";") + 1:].rstrip(" }").split(";")
+    outputs = sum(line.split()[0] == "and.b32" for line in body if line.split())
+    read = lambda name: register if name == f"${outputs}" else value[name] if name in value else int(name, 0)
+    for line in filter(str.strip, body):
+        op, to, *names = line.replace(",", " ").split()
+        x, *rest = map(read, names)
+        if op == "mov.b32":
+            value[to] = x
+        elif op == "shr.b32":
+            value[to] = x >> rest[0]
+        elif op == "and.b32":
+            value[to] = x & rest[0]
+        elif op == "prmt.b32":                          # nibble i of the selector: which byte becomes byte i
+            bytes_ = [(x | rest[0] << 32) >> 8 * i & 255 for i in range(8)]
+            value[to] = sum(bytes_[rest[1] >> 4 * i & 7] << 8 * i for i in range(4))
+        else:
+            raise AssertionError(op)
+    return [value[f"${i}"] for i in range(outputs)]
+
+
+@pytest.mark.parametrize("bits", (2, 3, 4, 8))
+@pytest.mark.parametrize("d", (64, 128, 256))
+def test_the_ptx_yields_every_code_exactly_times_a_power_of_two(bits, d):
+    codes = torch.randint(0, 2**bits, (d,), dtype=torch.uint8, generator=torch.manual_seed(d + bits))
+    packed, found = pack_ref(codes, bits).numpy(), np.zeros(d)
+    for width, byte, word, words, bit, first, step, exponent in slices(d, bits):
+        plane = packed[byte:byte + words * word // 8]
+        registers = plane.view(np.uint32).tolist()      # 2 words of 16 bits, or 4 bytes
+        per = 2 if word == 8 else 1                     # registers of two float16 that a slice gets from each
+        i = bit // width * per
+        lanes = [np.array(run_ptx(unpack_ptx(width, word)[0], r)[i:i + per], np.uint32).view(np.float16)
+                 for r in registers]
+        values = np.concatenate(lanes).astype(np.float64)
+        found[first + step * np.arange(words)] += values * 2.0**(24 + exponent)
+    assert np.array_equal(found, codes.numpy())
+
+
+# ---- encode
+
+@few
+@given(b=st.integers(1, 2), g=st.integers(1, 3), s=st.sampled_from((0, 1, 15, 16, 17, 70)),
+       d=st.sampled_from((64, 128)), bits=st.sampled_from((2, 3, 4, 8)), rule=st.sampled_from(RULES),
+       clip=st.sampled_from((0.92, 0.96, 1.0)), kind=st.sampled_from(sorted(KINDS)),
+       dtype=st.sampled_from((torch.float32, torch.bfloat16)), seed=st.integers(0, 99))
+def test_encode_equals_its_reference_bit_for_bit(b, g, s, d, bits, rule, clip, kind, dtype, seed):
+    torch.manual_seed(seed)
+    x = KINDS[kind](torch.randn(b, s, g, d)).to(dtype).transpose(1, 2)                  # not contiguous
+    for ours, theirs in zip(encode(x, None, bits, rule, clip), encode_ref(x, None, bits, rule, clip)):
+        assert torch.equal(ours, theirs)
+
+
+@few
+@given(d=st.sampled_from((64, 128)), bits=st.sampled_from((2, 3, 4)), rule=st.sampled_from(RULES),
+       seed=st.integers(0, 99))
+def test_encode_with_a_transform_equals_its_reference_bit_for_bit_where_sums_are_exact(d, bits, rule, seed):
+    """Small integers and half-integers: every partial sum is a float32, whatever the order."""
+    torch.manual_seed(seed)
+    x, T = torch.randint(-40, 41, (2, 2, 40, d)).float(), torch.randint(-4, 5, (2, 1, d, d)) / 2
+    for ours, theirs in zip(encode(x, T, bits, rule, 0.96), encode_ref(x, T, bits, rule, 0.96)):
+        assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize("rule, rows", (("quest", 7168), ("affine", 1024)))
+def test_encode_moves_at_most_one_code_in_ten_thousand_and_by_one_step(rule, rows):
+    """A million values in all. (The interpreter is slow at counting, so most of them go to "quest".)"""
+    torch.manual_seed(0)
+    x, T = torch.randn(1, 1, rows, 128).bfloat16(), torch.randn(1, 1, 128, 128)
+    (codes, pair), (codes_ref, pair_ref) = encode(x, T, 2, rule, 0.96), encode_ref(x, T, 2, rule, 0.96)
+    apart = (unpack_ref(codes, 2).int() - unpack_ref(codes_ref, 2).int()).abs()
+    assert apart.max() <= 1 and (apart > 0).float().mean() <= 1e-4
+    step = split_pair(pair_ref)[0].float()
+    assert ((read_back(codes, pair, 2) - read_back(codes_ref, pair_ref, 2)).abs() <= 1.01 * step).all()
+
+
+@pytest.mark.parametrize("bits", (2, 3, 4))
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("fn", (encode, encode_ref))
+def test_zero_and_constant_rows_survive(fn, rule, bits):
+    """Under "quest", the level next to a constant is off by 0.494 of it at worst: at 2 bits, half a step."""
+    torch.manual_seed(0)
+    constants = 0.01, -3.0, 1e-6
+    x = torch.stack([torch.zeros(64), torch.randn(64), *(torch.full((64,), c) for c in constants)])
+    x = x[None, None]
+    y = read_back(*fn(x, None, bits, rule, 1.0), bits)[0, 0]
+    assert y.isfinite().all() and y[0].abs().max() <= 1e-6
+    alone = read_back(*fn(x[:, :, 1:2], None, bits, rule, 1.0), bits)[0, 0, 0]
+    assert torch.equal(y[1], alone)
+    for row, c in zip(y[2:], constants):
+        assert ((row - c).abs() <= (0.01 if rule == "affine" else 0.51) * abs(c)).all()
+
+
+@pytest.mark.parametrize("n", (1, 13, 17, 127, 129))
+def test_encode_reads_and_writes_nothing_beyond_its_tokens(n):
+    torch.manual_seed(n)
+    buffer = torch.randn(1, 1, 160, 64)
+    buffer[:, :, n:] = torch.nan
+    codes = torch.full((160, 24), 0xAB, dtype=torch.uint8)
+    pair = torch.full((160, 1), -7, dtype=torch.int32)
+    kernels._encode_kernel[-(-n // 16), 1](
+        buffer, buffer, codes, pair, buffer.stride(), n, 1, 63, 0, 64, 3, False, 16, 16)
+    x = buffer[:, :, :n]
+    results = (f(x, None, 3, "affine", 1.0) for f in (encode, encode_ref))
+    for ours, theirs, written in zip(*results, (codes, pair)):
+        assert torch.equal(ours, theirs) and torch.equal(written[:n], theirs[0, 0])
+    assert (codes[n:] == 0xAB).all() and (pair[n:] == -7).all()
+
+
+# ---- decode
+
+def agrees(args, atol=1e-5):
+    out, expected = decode_attention(*args), decode_attention_ref(*args)
+    assert not decode_attention.failed and out.isfinite().all()
+    torch.testing.assert_close(out, expected, atol=atol, rtol=0)
+
+
+def with_lengths(args, *lengths):
+    """The same arguments with these lengths, and no NaN left where they would now count."""
+    q, qt, sinks, packed, recent, bits = args
+    window = lambda w, n: (w[0].nan_to_num(0), w[1].nan_to_num(0), n)
+    sane = tuple(x if x.dtype == torch.uint8 else x.masked_fill(x == -1, 0) for x in packed[:4])
+    sinks_n, n, recent_n = (torch.tensor(n, dtype=torch.int32) for n in lengths)
+    return q, qt, window(sinks, sinks_n), (*sane, n), window(recent, recent_n), bits
+
+
+@few
+@given(b=st.integers(1, 2), g=st.integers(1, 2), r=st.sampled_from((1, 3, 4, 5, 7, 8, 16)),
+       d=st.sampled_from((64, 128)), k_bits=st.sampled_from((2, 3, 4)), v_bits=st.sampled_from((2, 3, 4)),
+       sinks=st.sampled_from((0, 1, 16, 40)), packed=st.integers(0, 600),
+       recent=st.sampled_from((0, 16, 33, 144)), seed=st.integers(0, 999))
+def test_decode_attention_equals_its_reference(b, g, r, d, k_bits, v_bits, sinks, packed, recent, seed):
+    """Lengths are ragged, and all that lies beyond them is NaN."""
+    agrees(example(b, g, r, d, (k_bits, v_bits), (sinks, packed, recent), seed=seed))
+
+
+@pytest.mark.parametrize("n", (0, 1, 63, 64, 65, 4097))
+def test_decode_attention_equals_its_reference_at_the_edges_of_tiles(n):
+    agrees(with_lengths(example(2, 1, 4, 128, (2, 2), (3, n, 5)), [3, 0], [n, n // 2], [5, 0]))
+
+
+@pytest.mark.parametrize("bits", (2, 3, 4, 8))
+@pytest.mark.parametrize("r", (1, 3, 4, 5, 7, 8, 16))
+def test_decode_attention_serves_every_group_size(r, bits):
+    agrees(example(1, 1, r, 64, (bits, bits), (4, 130, 8), seed=r))
+
+
+def test_decode_attention_of_an_empty_row_is_zero_beside_full_rows():
+    args = with_lengths(example(3, 2, 4, 64, (2, 4), (8, 200, 24)), [8, 0, 0], [200, 0, 7], [24, 0, 0])
+    agrees(args)
+    assert (decode_attention(*args)[1] == 0).all()
+
+
+def test_decode_attention_of_no_buffers_is_zero():
+    assert (decode_attention(*example(2, 1, 3, 64, (2, 2), (0, 0, 0))) == 0).all()
+
+
+def test_decode_attention_reads_narrowed_and_transposed_buffers():
+    """Every buffer is a view into a larger one full of NaN; the queries come transposed."""
+    def inside(x):
+        fill = torch.nan if x.is_floating_point() else -1 if x.dtype == torch.int32 else 255
+        b, g, s, d = x.shape
+        larger = torch.full((b + 1, g + 2, s + 64, d), fill, dtype=x.dtype)
+        view = larger[1:, 1:-1, 32:-32]
+        view.copy_(x)
+        return view
+
+    q, qt, sinks, packed, recent, bits = example(2, 2, 4, 128, (3, 2), (9, 150, 40), seed=1)
+    views = q.mT.contiguous().mT, qt.mT.contiguous().mT, (*map(inside, sinks[:2]), sinks[2]), \
+        (*map(inside, packed[:4]), packed[4]), (*map(inside, recent[:2]), recent[2]), bits
+    agrees(views)
+    assert torch.equal(decode_attention(*views), decode_attention(q, qt, sinks, packed, recent, bits))
+
+
+@pytest.mark.parametrize("peak", (1e4, -1e4))
+def test_decode_attention_stands_scores_of_ten_thousand(peak):
+    """A float32 score s is off by eps·|s| on either side, its weight relatively so; values are below 5."""
+    q, qt, sinks, packed, recent, bits = example(1, 1, 4, 64, (2, 2), (8, 300, 24), seed=2)
+    keys = read_back(packed[0], packed[1].masked_fill(packed[1] == -1, 0), 2)
+    largest = (qt @ keys.mT).abs().max() * 64**-0.5
+    args = q * 1e3, qt * (peak / largest), sinks, packed, recent, bits
+    for these in args, with_lengths(args, [0], [300], [0]):             # and the packed tokens alone
+        agrees(these, atol=2 * torch.finfo(torch.float32).eps * 1e4 * 5 * 2)
+
+
+def test_decode_attention_finds_tokens_beyond_two_to_the_thirty_one_bytes():
+    """3 GB of codes, untouched but for the last row: a 32-bit offset would wrap."""
+    b, g, capacity, d = 3, 1, 2**25, 128
+    small = example(1, g, 4, d, (2, 2), (0, 100, 0), seed=3)
+    n, buffers = torch.zeros(b, dtype=torch.int32), []
+    for x in small[3][:4]:
+        large = torch.empty(b, g, capacity, x.shape[-1], dtype=x.dtype)
+        large[-1:, :, :100] = x
+        buffers.append(large)
+    n[-1] = small[3][4][0]
+    nothing = torch.empty(b, g, 0, d), torch.empty(b, g, 0, d), n * 0
+    q, qt = (x.expand(b, -1, -1, -1) for x in small[:2])
+    assert buffers[0][-1].data_ptr() - buffers[0].data_ptr() >= 2**31 and n[-1] > 0
+    out = decode_attention(q, qt, nothing, (*buffers, n), nothing, (2, 2))
+    torch.testing.assert_close(out[-1:], decode_attention_ref(*small), atol=1e-5, rtol=0)
+
+
+@law(seeds, codecs)
+def test_quantizing_and_packing_equal_the_kernels_reference_bit_for_bit(seed, codec):
+    x, codec = all_kinds(seed, 64)[None, None], codec._replace(group=None)
+    codes, scale, offset = W.quantize(x, codec)
+    expected, pair = encode_ref(x, None, codec.bits, codec.rule, codec.clip)
+    assert torch.equal(pack_ref(codes, codec.bits), expected) and torch.equal(join_pair(scale, offset), pair)
+    assert kernels.GAUSSIAN_CLIP == pytest.approx({b: W.gaussian_clip(b) for b in (2, 3, 4, 8)}, rel=1e-12)
+
+
+@pytest.mark.parametrize("bits", [(2, 2), (3, 4)])
+def test_decoding_by_the_kernels_equals_decoding_by_torch(bits, tmp_path, monkeypatch):
+    """A ragged batch through prefill, flushes and steps, once with the CUDA branches taken, interpreted."""
+    model = saved(tmp_path, head_dim=64, num_attention_heads=4)[1]
+    folded, T = W.fold_values(model, transforms(model, 4.0)), transforms(model, 4.0, seed=5)
+    ids, used, logits = tokens(2, 70), set(), {}
+    for launch in (encode, decode_attention):
+        name = launch.__name__.removesuffix("_ref")      # a launcher bears its reference's name
+        monkeypatch.setattr(kernels, name, lambda *a, f=launch, name=name: used.add(name) or f(*a))
+    for gpu in (False, True):
+        monkeypatch.setattr(W, "on_gpu", lambda x: gpu)
+        cache = W.new_cache(folded, 2, T, *(Codec(b) for b in bits), **WINDOWS)
+        parts = [W.feed(folded, cache, ids[:, :50], [0, 9])]
+        parts += [W.feed(folded, cache, step) for step in ids[:, 50:].split(1, 1)]
+        logits[gpu] = W.logits(folded, torch.cat([part[:, -1:] for part in parts], 1))
+    assert used == {"encode", "decode_attention"} and cache[0].n_packed == [40, 32]
+    assert not (encode.failed or decode_attention.failed)
+    assert distance(logits[False], logits[True]) < 1e-4
+
+
+@law(seeds, sizes(2, 3, 4, 8), sizes(16, 64, 128), sizes(1, 3, 4), sizes(0, 1, 40))
+def test_one_pass_over_packed_bytes_equals_dequantizing(seed, bits, d, r, s):
+    """What is given to the compiler, and the reference; sums of s or d terms in another order."""
+    x, q, p = (normal(seed, 2, 2, *shape).float() for shape in ((s, d), (r, d), (r, s)))
+    codes, pair = encode_ref(x, None, bits, "affine", 0.96)
+    restored = read_back(codes, pair, bits)
+    for scores in kernels.packed_scores_ref, kernels.scores_in_one_pass:
+        assert distance(scores(q, codes, pair, bits), q @ restored.mT) <= 1e-5 * d if s else True
+    for values in kernels.packed_values_ref, kernels.values_in_one_pass:
+        assert distance(values(p, codes, pair, bits), p @ restored) <= 1e-5 * (s + 1)
+
+
+def test_compiled_reading_of_a_long_cache_equals_the_reference_and_its_failure_gives_one_warning(monkeypatch):
+    """P38. 2500 tokens are enough to be compiled for."""
+    q, x = normal(1, 1, 2, 3, 64).float(), normal(2, 1, 2, 2500, 64).float()
+    codes, pair = encode_ref(x, None, 2, "quest", 1.0)
+    expected = kernels.packed_scores_ref(q, codes, pair, 2)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", RuntimeWarning)
+        assert distance(kernels.packed_scores(q, codes, pair, 2), expected) < 1e-3
+
+    def broken(*_):
+        raise RuntimeError("no compiler")
+    monkeypatch.setattr(torch, "compile", lambda *_, **__: broken)
+    launch = kernels.in_one_pass(kernels.packed_scores_ref, kernels.scores_in_one_pass)
+    with pytest.warns(RuntimeWarning, match="no compiler") as seen:
+        assert all(torch.equal(launch(q, codes, pair, 2), expected) for _ in range(3))
+    assert len(seen) == 1
+
+
+# ---- fallbacks
+
+def in_python(code):
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    done = subprocess.run([sys.executable, "-W", "error::RuntimeWarning", "-c", code], capture_output=True,
+                          text=True, env=environment, cwd=os.path.dirname(os.path.abspath(__file__)))
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+BOTH = """
+import torch, kernels
+args = kernels.example(1, 2, 3, 64, (2, 3), (4, 70, 9))
+assert torch.equal(kernels.decode_attention(*args), kernels.decode_attention_ref(*args))
+x = torch.randn(1, 1, 5, 64)
+for ours, theirs in zip(kernels.encode(x, None, 2, "quest", 1), kernels.encode_ref(x, None, 2, "quest", 1)):
+    assert torch.equal(ours, theirs)
+"""
+
+
+def test_the_module_works_without_triton():
+    in_python("import sys; sys.modules['triton'] = None" + BOTH)
+
+
+def test_cpu_tensors_reach_no_kernel():
+    in_python("import kernels\nkernels._decode_kernel = kernels._encode_kernel = None" + BOTH)
+
+
+def test_a_failing_kernel_gives_one_warning_and_the_references_result(monkeypatch):
+    class Broken:
+        def __getitem__(self, grid):
+            raise RuntimeError("no such luck")
+
+    monkeypatch.setattr(kernels, "_decode_kernel", Broken())
+    args = example(1, 1, 2, 64, (2, 2), (4, 70, 9))
+    try:
+        with pytest.warns(RuntimeWarning, match="no such luck") as seen:
+            out = [decode_attention(*args) for _ in range(3)]
+    finally:
+        decode_attention.failed = False
+    assert len(seen) == 1 and all(torch.equal(o, decode_attention_ref(*args)) for o in out)
+
+
+# ---- compiled ahead of time
+
+@slow
+@pytest.mark.parametrize("cc", kernels.TARGETS)
+def test_the_fast_decode_kernel_fits_every_gpu_generation(cc):
+    """No spills, at most 200 registers, 24 KB shared memory, 2.4 instructions a code (2 bits, d = 128)."""
+    print(in_python(f"""
+import kernels
+for d, bits in ((128, 2), (128, 3), (128, 4), (64, 2), (64, 3), (64, 4)):
+    registers, stack, shared, loop = kernels.cost(kernels.compile_decode({cc}, d, (bits, bits), True))
+    a_code = loop * 32 / (64 * 2 * d)
+    print({cc}, d, bits, registers, stack, shared, round(a_code, 2))
+    assert stack == 0 and registers <= 200 and shared <= 24 * 1024, ({cc}, d, bits, registers, stack, shared)
+    assert a_code <= 2.4 or (d, bits) != (128, 2)
+"""))
+
+
+@slow
+def test_the_plain_decode_kernel_takes_four_and_a_half_instructions_a_code():
+    print(in_python("""
+import kernels
+registers, stack, shared, loop = kernels.cost(kernels.compile_decode(90, 128, (2, 2), False))
+assert stack == 0 and registers <= 200 and shared <= 24 * 1024 and loop * 32 / (64 * 2 * 128) <= 4.5
+"""))
+
+
+@slow
+def test_offsets_of_batch_head_and_token_are_64_bits_wide():
+    """Compiled, a pointer is moved as a whole by 64-bit numbers or constants; 32 bits count within a tile."""
+    in_python(r"""
+import re, kernels
+decode = kernels.compile_decode(90, 128, (2, 3), True)
+encode = kernels.compile_encode(90, 64, 2, "quest", True)
+for compiled in (decode, encode):
+    by = re.findall(r"tt.addptr %\S+, (%\S+) : !tt.ptr<\w+>, (\w+)", compiled.asm["ttir"])
+    assert by and all(width == "i64" for name, width in by if not re.match(r"%c\d+_i32", name)), by
+    assert re.search(r"arith.muli .* : (tensor<.*x)?i64", compiled.asm["ttir"])
+""")

@@ -34,7 +34,7 @@ import json
 import math
 import sys
 import time
-from functools import cache
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import Callable, Iterable, NamedTuple
 
@@ -156,8 +156,8 @@ def quest(x: Tensor, bits: int, clip: float = 1.0) -> tuple[Tensor, Tensor]:
     """Place 2^b even levels on ±α_b·RMS(x), the best such grid for Gaussian data; `clip` is not used."""
     largest = x.abs().amax(-1)
     unit = x / largest.clamp(min=torch.finfo(x.dtype).tiny)[..., None]       # 1e-30 squared would be zero
-    reach = gaussian_clip(bits) * largest * unit.square().mean(-1).sqrt()
-    return 2 * reach / (2 ** bits - 1), -reach
+    rms = largest * unit.square().mean(-1, dtype=torch.float64).to(x.dtype).sqrt()   # the same in any order
+    return rms * (2 * gaussian_clip(bits) / (2 ** bits - 1)), rms * -gaussian_clip(bits)
 
 def affine(x: Tensor, bits: int, clip: float = 1.0) -> tuple[Tensor, Tensor]:
     """Place 2^b even levels from min to max of x clamped to ±τ, the ⌊clip·m⌋-th smallest |x| (OSCAR)."""
@@ -208,6 +208,9 @@ def hot_path():
     import kernels
     return kernels
 
+def on_gpu(x: Tensor) -> bool:
+    return x.is_cuda
+
 def causal_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
     """Attend from q (b, g, r, t, d) to k, v (b, g, s, d), causally or to what a `mask` (b, 1, t, s) shows."""
     heads, causal = q.flatten(1, 2), mask is None
@@ -230,6 +233,11 @@ def alike(keys: list) -> list[slice]:
     """Group batch rows: one slice over all when their keys are the same, else one slice a row."""
     return [slice(0, len(keys))] if len(set(keys)) == 1 else [slice(i, i + 1) for i in range(len(keys))]
 
+@lru_cache(8)
+def device_lengths(lengths: tuple[int, ...], device) -> Tensor:
+    """Copy lengths to the device, once for all layers of a step."""
+    return torch.tensor(lengths, dtype=torch.int32, device=device)
+
 class PackedTensor:
     """Tokens of one layer's keys or values as packed codes of T x: what a 2-bit cache really holds.
 
@@ -244,6 +252,7 @@ class PackedTensor:
                              f"are in {BITS}, channels a multiple of 8 and of the group")
         width, kind, groups = (d * codec.bits // 8, torch.uint8, d // group) if quantized else (d, dtype, 0)
         self.codec, self.T, self.dtype = codec, T, dtype
+        self.has_kernel = groups == 1 and d in (64, 128, 256) and (T is None or T.shape[1] == 1)
         self.codes = torch.zeros(batch, heads, 0, width, dtype=kind, device=device)
         self.pair = torch.zeros(batch, heads, 0, groups, dtype=torch.int32, device=device)
 
@@ -253,6 +262,10 @@ class PackedTensor:
         if stop > capacity:      # the first write gets what it needs, in 64s; later ones double
             capacity = max(2 * capacity, -(-stop // 64) * 64)
             self.codes, self.pair = grow(self.codes, capacity), grow(self.pair, capacity)
+        if self.has_kernel and on_gpu(x):
+            self.codes[rows, :, start:stop], self.pair[rows, :, start:stop] = hot_path().encode(
+                x, self.T, self.codec.bits, self.codec.rule, self.codec.clip)
+            return
         y = x if self.T is None else apply(self.T, x)
         if self.codec.bits == 16:
             self.codes[rows, :, start:stop] = y.to(self.dtype)
@@ -314,6 +327,11 @@ class WindowCache:
     def n_recent(self, row: int) -> int:
         return max(0, self.n[row] - self.sink - self.n_packed[row])
 
+    def sizes(self) -> tuple[list[int], list[int], list[int]]:
+        """Count the tokens of each row in the sinks, packed, and in the recent window."""
+        rows = range(len(self.n))
+        return [min(n, self.sink) for n in self.n], self.n_packed, [self.n_recent(row) for row in rows]
+
     def attend(self, q: Tensor, k: Tensor, v: Tensor, pad: list[int] | None = None) -> Tensor:
         """Take in the tokens of one call and return their attention output (b, g, r, t, d).
 
@@ -327,7 +345,10 @@ class WindowCache:
         else:
             position = torch.tensor([n - p for n, p in zip(before, pad)], device=q.device)[:, None]
             position = position + torch.arange(t, device=q.device)           # of each query (b, t)
-            o = self.attend_ordinary(q, position) if self.keep is None else self.attend_parts(q, position)
+            fused = t == 1 and on_gpu(q) and self.k.has_kernel and self.v.has_kernel
+            attend = (self.attend_ordinary if self.keep is None else
+                      self.attend_by_kernel if fused else self.attend_parts)
+            o = attend(q, position)
         self.flush()
         return o
 
@@ -366,15 +387,25 @@ class WindowCache:
         seen = torch.arange(k.shape[2], device=q.device) <= position[..., None]     # (b, t, s)
         return causal_attention(q, k, v, seen[:, None])
 
+    def attend_by_kernel(self, q: Tensor, position: Tensor) -> Tensor:
+        """Attend from one token's queries q (b, g, r, 1, d) in one launch over packed bytes and windows."""
+        n_sink, n_packed, n_recent = (device_lengths(tuple(size), q.device) for size in self.sizes())
+        q = q[..., 0, :]
+        q_packed = q.float() if self.T_query is None else apply(self.T_query, q)
+        packed = self.k.codes, self.k.pair, self.v.codes, self.v.pair, n_packed
+        bits = self.k.codec.bits, self.v.codec.bits
+        windows = (*self.sinks, n_sink), (*self.recent, n_recent)
+        return hot_path().decode_attention(q, q_packed, windows[0], packed, windows[1], bits)[..., None, :]
+
     def attend_parts(self, q: Tensor, position: Tensor) -> Tensor:
         """Attend from q (b, g, r, t, d) at `position` (b, t) with one softmax over the three parts."""
-        (b, g, r, t, d), dtype, rows = q.shape, q.dtype, range(len(self.n))
+        (b, g, r, t, d), dtype = q.shape, q.dtype
         if t > (step := max(1, 2 ** 22 // max(self.n))):         # some queries at a time, to bound the scores
             slices = zip(q.split(step, 3), position.split(step, 1))
             return torch.cat([self.attend_parts(*part) for part in slices], 3)
         q_packed = q.float() if self.T_query is None else apply(self.T_query, q)
         q, q_packed = q.flatten(2, 3).float(), q_packed.flatten(2, 3)                        # (b, g, h, d)
-        sizes = [min(n, self.sink) for n in self.n], self.n_packed, [self.n_recent(i) for i in rows]
+        sizes = self.sizes()
         count, first = [max(size) for size in sizes], [0, self.sink, [self.sink + p for p in self.n_packed]]
         (k_sink, v_sink), (k_recent, v_recent) = ([x[:, :, :n].float() for x in window] for window, n in
                                                   ((self.sinks, count[0]), (self.recent, count[2])))
