@@ -500,14 +500,16 @@ def decode_attention(q, qt, sinks, packed, recent, bits):
 # Packed codes under a dot product, on the CPU. Scale and offset act on the score, not on each element, and
 # torch.compile fuses unpack and dot into one pass over the bytes, so that nothing is ever restored.
 
-def packed_scores_ref(q: Tensor, codes: Tensor, pair: Tensor, bits: int) -> Tensor:
-    """Return q · x̂, q (b, g, r, d) and packed x̂ (b, g, s, d) with a pair a token: (b, g, r, s), float32."""
+def packed_scores_ref(q: Tensor, codes: Tensor, pair: Tensor, bits: int, count: int) -> Tensor:
+    """Return q · x̂ for the first `count` packed tokens, a pair each: q (b, g, r, d) -> (b, g, r, count)."""
+    codes, pair = codes[:, :, :count], pair[:, :, :count]
     scale, offset = (p.float().mT for p in split_pair(pair))
     return q @ unpack_ref(codes, bits).float().mT * scale + q.sum(-1, keepdim=True) * offset
 
 
-def packed_values_ref(p: Tensor, codes: Tensor, pair: Tensor, bits: int) -> Tensor:
-    """Return Σ_s p_s x̂_s for p (b, g, r, s): (b, g, r, d), float32."""
+def packed_values_ref(p: Tensor, codes: Tensor, pair: Tensor, bits: int, count: int) -> Tensor:
+    """Return Σ_s p_s x̂_s over the first `count` packed tokens: p (b, g, r, count) -> (b, g, r, d)."""
+    codes, pair = codes[:, :, :count], pair[:, :, :count]
     scale, offset = (p.float().mT for p in split_pair(pair))
     return (p * scale) @ unpack_ref(codes, bits).float() + (p * offset).sum(-1, keepdim=True)
 
@@ -522,9 +524,10 @@ def code_runs(codes: Tensor, bits: int) -> list[list[tuple[int, Tensor]]]:
     return planes
 
 
-def scores_in_one_pass(q: Tensor, codes: Tensor, pair: Tensor, bits: int) -> Tensor:
+def scores_in_one_pass(q: Tensor, codes: Tensor, pair: Tensor, bits: int, count: int) -> Tensor:
     """`packed_scores_ref` for the compiler: one sum over a token's bytes serves all runs and all queries."""
-    scale, offset = (half.view(torch.float32)[..., 0] for half in (pair << 16, pair & -65536))
+    codes, pair = codes[:, :, :count], pair[:, :, :count, 0]
+    scale, offset = (half.view(torch.float32) for half in (pair << 16, pair & -65536))
     planes, scores = code_runs(codes, bits), []
     for query in q.unbind(2):
         dots = (sum(query[:, :, None, i:i + x.shape[-1]] * x for i, x in runs).sum(-1) for runs in planes)
@@ -532,9 +535,10 @@ def scores_in_one_pass(q: Tensor, codes: Tensor, pair: Tensor, bits: int) -> Ten
     return torch.stack(scores, 2)
 
 
-def values_in_one_pass(p: Tensor, codes: Tensor, pair: Tensor, bits: int) -> Tensor:
+def values_in_one_pass(p: Tensor, codes: Tensor, pair: Tensor, bits: int, count: int) -> Tensor:
     """`packed_values_ref` for the compiler."""
-    scale, offset = (half.view(torch.float32)[..., 0] for half in (pair << 16, pair & -65536))
+    codes, pair = codes[:, :, :count], pair[:, :, :count, 0]
+    scale, offset = (half.view(torch.float32) for half in (pair << 16, pair & -65536))
     planes, values = code_runs(codes, bits), []
     for weight in p.unbind(2):
         scaled = (weight * scale)[..., None]
@@ -543,22 +547,24 @@ def values_in_one_pass(p: Tensor, codes: Tensor, pair: Tensor, bits: int) -> Ten
     return torch.stack(values, 2)
 
 
-WORTH_COMPILING = 2048      # packed tokens: shorter contexts never earn the compiler's ten seconds back
+WORTH_COMPILING = 1024      # packed tokens: shorter contexts never earn the compiler's ten seconds back
 
 
 def in_one_pass(reference, one_pass):
-    """Make a CPU launcher: compiled for one step's queries on a long cache, else the reference itself."""
+    """Make a CPU launcher over the first `count` tokens of a buffer: compiled for one step's queries on a long
+    cache, else the reference.
+    """
     compiled = torch.compile(one_pass, dynamic=True)
 
     @functools.wraps(reference)
-    def launch(x: Tensor, codes: Tensor, pair: Tensor, bits: int) -> Tensor:
-        if launch.compiles and not x.is_cuda and codes.shape[2] >= WORTH_COMPILING and x.shape[2] <= 16:
+    def launch(x: Tensor, codes: Tensor, pair: Tensor, bits: int, count: int) -> Tensor:
+        if launch.compiles and not x.is_cuda and count >= WORTH_COMPILING and x.shape[2] <= 16:
             try:
-                return compiled(x, codes, pair, bits)
+                return compiled(x, codes, pair, bits, count)
             except Exception as e:       # no C++ compiler, most likely; torch raises several types
                 launch.compiles = False
                 warnings.warn(f"packed caches are read by plain torch, slower: {e}"[:300], RuntimeWarning)
-        return reference(x, codes, pair, bits)
+        return reference(x, codes, pair, bits, count)
 
     launch.compiles = True
     return launch

@@ -1616,26 +1616,26 @@ def test_one_pass_over_packed_bytes_equals_dequantizing(seed, bits, d, r, s):
     codes, pair = encode_ref(x, None, bits, "affine", 0.96)
     restored = read_back(codes, pair, bits)
     for scores in kernels.packed_scores_ref, kernels.scores_in_one_pass:
-        assert distance(scores(q, codes, pair, bits), q @ restored.mT) <= 1e-5 * d if s else True
+        assert distance(scores(q, codes, pair, bits, s), q @ restored.mT) <= 1e-5 * d if s else True
     for values in kernels.packed_values_ref, kernels.values_in_one_pass:
-        assert distance(values(p, codes, pair, bits), p @ restored) <= 1e-5 * (s + 1)
+        assert distance(values(p, codes, pair, bits, s), p @ restored) <= 1e-5 * (s + 1)
 
 
 def test_compiled_reading_of_a_long_cache_equals_the_reference_and_its_failure_gives_one_warning(monkeypatch):
     """P38. 2500 tokens are enough to be compiled for."""
     q, x = normal(1, 1, 2, 3, 64).float(), normal(2, 1, 2, 2500, 64).float()
     codes, pair = encode_ref(x, None, 2, "quest", 1.0)
-    expected = kernels.packed_scores_ref(q, codes, pair, 2)
+    expected = kernels.packed_scores_ref(q, codes, pair, 2, 2500)
     with warnings.catch_warnings():
         warnings.simplefilter("error", RuntimeWarning)
-        assert distance(kernels.packed_scores(q, codes, pair, 2), expected) < 1e-3
+        assert distance(kernels.packed_scores(q, codes, pair, 2, 2500), expected) < 1e-3
 
     def broken(*_):
         raise RuntimeError("no compiler")
     monkeypatch.setattr(torch, "compile", lambda *_, **__: broken)
     launch = kernels.in_one_pass(kernels.packed_scores_ref, kernels.scores_in_one_pass)
     with pytest.warns(RuntimeWarning, match="no compiler") as seen:
-        assert all(torch.equal(launch(q, codes, pair, 2), expected) for _ in range(3))
+        assert all(torch.equal(launch(q, codes, pair, 2, 2500), expected) for _ in range(3))
     assert len(seen) == 1
 
 

@@ -285,15 +285,13 @@ class PackedTensor:
         """Return q · x̂ over the first `count` tokens: q (b, g, h, d), transformed, -> (b, g, h, count)."""
         if self.pair.shape[-1] != 1:         # no quantization, or several groups a head
             return q @ self.read(count).float().mT
-        codes, pair = self.codes[:, :, :count], self.pair[:, :, :count]
-        return hot_path().packed_scores(q, codes, pair, self.codec.bits)
+        return hot_path().packed_scores(q, self.codes, self.pair, self.codec.bits, count)
 
     def mix(self, p: Tensor, count: int) -> Tensor:
         """Return Σ_s p_s x̂_s over the first `count` tokens: p (b, g, h, count) -> (b, g, h, d)."""
         if self.pair.shape[-1] != 1:
             return p @ self.read(count).float()
-        codes, pair = self.codes[:, :, :count], self.pair[:, :, :count]
-        return hot_path().packed_values(p, codes, pair, self.codec.bits)
+        return hot_path().packed_values(p, self.codes, self.pair, self.codec.bits, count)
 
 class WindowCache:
     """The cache of one layer; a row is [its first `sink` tokens | packed | its last `keep` or a few more].
@@ -962,9 +960,9 @@ def end_tokens(folder: Path) -> list[int]:
     return eos if isinstance(eos, list) else [eos]
 
 def decode_speed(model: Model, cache: list[WindowCache], context: Tensor, steps: int = 32) -> float:
-    """Return tokens/s of one-token steps after `context` (t,); four steps of warm-up are not counted."""
+    """Return tokens/s of one-token steps after `context` (t,), warm-up and compilation left out."""
     feed(model, cache, context[None])
-    for step in range(-4, steps):
+    for step in range(-20, steps):       # past a flush, since what is compiled may be compiled anew after one
         start = time.perf_counter() if step <= 0 else start
         scores = logits(model, feed(model, cache, context[None, :1])[:, -1])
         scores.argmax(-1).item()                                 # waits for an asynchronous device
@@ -1259,7 +1257,7 @@ def report_task(job: Job) -> dict:
     figures, error, ppl = memory_task(job), error_task(job, sink=0), ppl_task(job)
     figures |= error | ppl | {"standard_error": error["standard_error"] | ppl["standard_error"]}
     figures |= {"tokens_per_second": {}, "text": {}}
-    context = job.texts[0][:c.max_position_embeddings - 36].to(job.model.inv_freq.device)
+    context = job.texts[0][:c.max_position_embeddings - 52].to(job.model.inv_freq.device)
     for name in ("none", o.transform) if job.transforms else ("none",):
         figures["tokens_per_second"][name] = speed = decode_speed(*make_cache(job, name != "none"), context)
         figures["text"][name] = text = "".join(continuation(job, name != "none"))
