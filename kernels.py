@@ -11,8 +11,8 @@ low half, the bfloat16 offset in the high half.
 Each kernel is a quartet: the torch reference, which is its specification, the Triton kernel, a launcher with
 the reference's signature, and the bytes it moves. Launchers run the kernel on CUDA tensors, the reference on
 others, so this file works without a GPU and without Triton. `python kernels.py` checks the kernels against
-their references on the device at hand; `--compile` compiles every variant for six GPU generations, none of
-which need be there, and prints its cost.
+their references on the device at hand; `--bench` times them; `--compile` compiles every variant for six GPU
+generations, none of which need be there, and prints its cost.
 
 Index legend: b batch, g KV head, r query head of its group, s cached token, d head dim.
 """
@@ -24,9 +24,11 @@ import re
 import subprocess
 import sys
 import tempfile
+import time
 import warnings
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 try:
@@ -551,9 +553,7 @@ WORTH_COMPILING = 1024      # packed tokens: shorter contexts never earn the com
 
 
 def in_one_pass(reference, one_pass):
-    """Make a CPU launcher over the first `count` tokens of a buffer: compiled for one step's queries on a long
-    cache, else the reference.
-    """
+    """Make a CPU launcher: compiled for one step's queries on a long cache, else the reference itself."""
     compiled = torch.compile(one_pass, dynamic=True)
 
     @functools.wraps(reference)
@@ -690,12 +690,106 @@ def compile_all():
             print(f"{cc:<4} {f'encode d={d} bits={bits} {rule}':30}", *(f"{x:8}" for x in usage), flush=True)
 
 
+def full_cache(b: int, g: int, n: int, d: int, bits: int, device: str) -> tuple:
+    """A cache of n packed tokens a row and two empty windows, as `decode_attention` takes them."""
+    token = [encode_ref(x, None, bits, "affine", 0.92) for x in torch.randn(2, b, g, 1, d, device=device)]
+    packed = [part.expand(-1, -1, n, -1).contiguous() for side in token for part in side]
+    length = torch.full((b,), n, dtype=torch.int32, device=device)
+    none = torch.empty(b, g, 0, d, dtype=torch.bfloat16, device=device)
+    window = (none, none, torch.zeros_like(length))
+    return window, (*packed, length), window, (bits, bits)
+
+
+def bench_cpu(g: int = 8, r: int = 4, d: int = 128, bits: int = 2):
+    """Time one step's attention over n tokens: the ways to read a packed cache beside SDPA on a plain one."""
+    def median(step) -> float:
+        times = []
+        for _ in range(12):
+            start = time.perf_counter()
+            step()
+            times.append(time.perf_counter() - start)
+        return sorted(times[2:])[5]                     # the first two compile and touch memory
+
+    def packed(scores, values):
+        k_codes, k_pair, v_codes, v_pair, _ = cache[1]
+        p = (scores(q, k_codes, k_pair, bits, n) * d ** -0.5).softmax(-1)
+        return values(p, v_codes, v_pair, bits, n)
+
+    def dequantized():
+        restored = (unpack_ref(codes, bits).float() * pair.float()[..., :1] for codes, pair in
+                    (cache[1][:2], cache[1][2:4]))
+        return sdpa(*restored)
+
+    def sdpa(k, v):
+        return F.scaled_dot_product_attention(q.to(k.dtype).flatten(1, 2)[:, :, None], k, v, enable_gqa=True)
+
+    print(f"{g} KV heads of {r} queries, d = {d}, {bits} bits, {torch.get_num_threads()} threads: ms (GB/s)")
+    print("tokens    SDPA float32   SDPA bfloat16  dequantize+SDPA  plain unpack   one pass     / SDPA float32")
+    for n in (1024, 4096, 16384, 65536):
+        q, plain = torch.randn(1, g, r, d), torch.randn(2, 1, g, n, d)
+        cache, half = full_cache(1, g, n, d, bits, "cpu"), plain.bfloat16()
+        held = sum(x.nbytes for x in cache[1][:4])
+        ways = [(lambda: sdpa(*plain), plain.nbytes), (lambda: sdpa(*half), half.nbytes), (dequantized, held),
+                (lambda: packed(packed_scores_ref, packed_values_ref), held),
+                (lambda: packed(packed_scores, packed_values), held)]
+        times = [median(way) for way, _ in ways]
+        print(f"{n:6}", *(f"{t * 1e3:8.2f} ({size / t / 1e9:4.1f})" for t, (_, size) in zip(times, ways)),
+              f"  {times[-1] / times[0]:.2f}", flush=True)
+
+
+def bench_gpu(g: int = 8, r: int = 4, d: int = 128):
+    """Time `decode_attention` beside bfloat16 SDPA and a plain read of its bytes: medians of CUDA graphs.
+
+    Four caches of over 200 MB together take turns, so that the level-2 cache does not answer.
+    """
+    def median(steps) -> float:
+        for step in steps:
+            step()
+        torch.cuda.synchronize()
+        graph, times = torch.cuda.CUDAGraph(), []
+        with torch.cuda.graph(graph):
+            for step in steps:
+                step()
+        for _ in range(50):
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            graph.replay()
+            end.record()
+            end.synchronize()
+            times.append(start.elapsed_time(end) * 1e3 / len(steps))
+        return sorted(times)[25]
+
+    check("cuda")
+    print(torch.cuda.get_device_name(), "- us (GB/s of its own bytes)")
+    print("tokens   b   SDPA bfloat16  " + "  ".join(f"{bits} bits, / read, SDPA /" for bits in (2, 3, 4)))
+    for b in (1, 8, 32):
+        for n in (4096, 32768, 81920, 131072):
+            if 4 * b * g * n * d * 4 > 0.8 * torch.cuda.mem_get_info()[0]:
+                continue
+            q = torch.randn(b, g, r, d, device="cuda", dtype=torch.bfloat16)
+            turns = max(4, -(-200_000_000 // (b * g * n * 72)))
+            plain = [torch.randn(2, b, g, n, d, device="cuda", dtype=torch.bfloat16) for _ in range(4)]
+            sdpa = median([lambda kv=kv: F.scaled_dot_product_attention(
+                q.flatten(1, 2)[:, :, None], *kv, enable_gqa=True) for kv in plain])
+            line = [f"{n:6} {b:3} {sdpa:9.1f} ({plain[0].nbytes / sdpa / 1e3:5.0f})"]
+            del plain
+            for bits in (2, 3, 4):
+                caches = [full_cache(b, g, n, d, bits, "cuda") for _ in range(turns)]
+                size = sum(x.nbytes for x in caches[0][1][:4])
+                ours = median([lambda c=c: decode_attention(q, q.float(), *c) for c in caches])
+                read = median([lambda c=c: [x.view(torch.int32).amax() for x in c[1][:4]] for c in caches])
+                line.append(f"{ours:9.1f} ({size / ours / 1e3:5.0f}) {ours / read:5.2f} {sdpa / ours:5.2f}")
+            print(*line, flush=True)
+
+
 def main():
     if triton is None:
         sys.exit("kernels.py: Triton is not installed, so there is nothing to check")
     if "--compile" in sys.argv:
         compile_all()
-    elif torch.cuda.is_available() or INTERPRET:        # a --bench belongs here
+    elif "--bench" in sys.argv:
+        bench_gpu() if torch.cuda.is_available() else bench_cpu()
+    elif torch.cuda.is_available() or INTERPRET:
         check("cpu" if INTERPRET else "cuda")
     else:                                               # Triton reads the variable when it is imported
         os.execve(sys.executable, [sys.executable, *sys.argv], os.environ | {"TRITON_INTERPRET": "1"})
