@@ -554,19 +554,18 @@ WORTH_COMPILING = 1024      # packed tokens: shorter contexts never earn the com
 
 def in_one_pass(reference, one_pass):
     """Make a CPU launcher: compiled for one step's queries on a long cache, else the reference itself."""
-    compiled = torch.compile(one_pass, dynamic=True)
-
     @functools.wraps(reference)
     def launch(x: Tensor, codes: Tensor, pair: Tensor, bits: int, count: int) -> Tensor:
         if launch.compiles and not x.is_cuda and count >= WORTH_COMPILING and x.shape[2] <= 16:
             try:
-                return compiled(x, codes, pair, bits, count)
+                launch.compiled = launch.compiled or torch.compile(one_pass, dynamic=True)
+                return launch.compiled(x, codes, pair, bits, count)
             except Exception as e:       # no C++ compiler, most likely; torch raises several types
                 launch.compiles = False
                 warnings.warn(f"packed caches are read by plain torch, slower: {e}"[:300], RuntimeWarning)
         return reference(x, codes, pair, bits, count)
 
-    launch.compiles = True
+    launch.compiles, launch.compiled = True, None       # on first use: torch.compile takes long to import
     return launch
 
 
@@ -724,7 +723,7 @@ def bench_cpu(g: int = 8, r: int = 4, d: int = 128, bits: int = 2):
         return F.scaled_dot_product_attention(q.to(k.dtype).flatten(1, 2)[:, :, None], k, v, enable_gqa=True)
 
     print(f"{g} KV heads of {r} queries, d = {d}, {bits} bits, {torch.get_num_threads()} threads: ms (GB/s)")
-    print("tokens    SDPA float32   SDPA bfloat16  dequantize+SDPA  plain unpack   one pass     / SDPA float32")
+    print("tokens    SDPA float32   SDPA bfloat16  dequantize+SDPA  plain unpack   one pass     / float32")
     for n in (1024, 4096, 16384, 65536):
         q, plain = torch.randn(1, g, r, d), torch.randn(2, 1, g, n, d)
         cache, half = full_cache(1, g, n, d, bits, "cpu"), plain.bfloat16()
