@@ -397,7 +397,7 @@ class WindowCache:
 
     def attend_parts(self, q: Tensor, position: Tensor) -> Tensor:
         """Attend from q (b, g, r, t, d) at `position` (b, t) with one softmax over the three parts."""
-        (b, g, r, t, d), dtype = q.shape, q.dtype
+        r, t, d, dtype = *q.shape[2:], q.dtype
         if t > (step := max(1, 2 ** 22 // max(self.n))):         # some queries at a time, to bound the scores
             slices = zip(q.split(step, 3), position.split(step, 1))
             return torch.cat([self.attend_parts(*part) for part in slices], 3)
@@ -962,8 +962,10 @@ def end_tokens(folder: Path) -> list[int]:
 def decode_speed(model: Model, cache: list[WindowCache], context: Tensor, steps: int = 32) -> float:
     """Return tokens/s of one-token steps after `context` (t,), warm-up and compilation left out."""
     feed(model, cache, context[None])
+    start = 0.0
     for step in range(-20, steps):       # past a flush, since what is compiled may be compiled anew after one
-        start = time.perf_counter() if step <= 0 else start
+        if step == 0:
+            start = time.perf_counter()
         scores = logits(model, feed(model, cache, context[None, :1])[:, -1])
         scores.argmax(-1).item()                                 # waits for an asynchronous device
     return steps / (time.perf_counter() - start)
@@ -1242,7 +1244,8 @@ def memory_task(job: Job) -> dict:
     codecs = {"k_codec": k_codec, "v_codec": v_codec}
     keep = o.keep if job.transforms else None
     held = cache_bytes(c, o.eval_len, sink=o.sink, keep=keep, flush=o.flush, **codecs)
-    packed = cache_bytes(c, 16384, sink=0, keep=0, flush=1, **codecs)
+    short, long = (cache_bytes(c, n, sink=0, keep=0, flush=1, **codecs) for n in (4096, 8192))
+    packed = 2 * long - short                            # bytes of each further token: the windows drop out
     bits, packed_bits = 8 * held / elements, 8 * packed / elements
     print(f"KV cache, bytes per token: {2 * elements} in 16 bits; {packed:.0f} once packed, scales included, "
           f"{packed_bits:.2f} bits an element; {held:.0f} at {o.eval_len} tokens with windows: {bits:.2f}")
