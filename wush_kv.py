@@ -1219,22 +1219,26 @@ def by_figure(scores: dict[str, dict[str, tuple]]) -> dict:
                               for name, row in scores.items()} for figure in scores["none"]} for i in (0, 1))
     return value | {"standard_error": error}
 
+def shown(value: float, error: float) -> str:
+    return f"{value:.4f}" if math.isnan(error) else f"{value:.4f} ± {error:.4f}"
+
 def error_task(job: Job, sink: int | None = None) -> dict:
     """Measure and print the module error of every transform."""
     sink = job.options.sink if sink is None else sink
     errors = module_error(job.model, job.texts, job.transforms, *job.codecs, sink)
     print(f"module error, relative and squared, {sink} sink tokens exact, no recent window")
-    for name, (value, error) in errors.items():
-        print(f"    {name:10} {value:.4f} ± {error:.4f}")
+    for name, figure in errors.items():
+        print(f"    {name:10} {shown(*figure)}")
     return by_figure({name: {"module_error": e} for name, e in ({"none": (0.0, 0.0)} | errors).items()})
 
 def ppl_task(job: Job) -> dict:
     """Measure and print perplexity and divergence of every transform through the windows."""
     o = job.options
     scores = perplexity(job.model, job.texts, job.transforms, *job.codecs, o.sink, o.keep, o.flush)
-    print(f"through windows {o.sink}/{o.keep}/{o.flush}   perplexity          KL, nats            same top-1")
+    print(f"through windows {o.sink}/{o.keep}/{o.flush}:")
+    print(f"    {'':10} {'perplexity':19} {'KL, nats':19} same top-1")
     for name, row in scores.items():
-        print(f"    {name:22}" + "".join(f"{value:9.4f} ± {error:.4f} " for value, error in row.values()))
+        print(f"    {name:10} " + " ".join(f"{shown(*figure):19}" for figure in row.values()))
     return by_figure(scores)
 
 def memory_task(job: Job) -> dict:
@@ -1247,8 +1251,8 @@ def memory_task(job: Job) -> dict:
     short, long = (cache_bytes(c, n, sink=0, keep=0, flush=1, **codecs) for n in (4096, 8192))
     packed = 2 * long - short                            # bytes of each further token: the windows drop out
     bits, packed_bits = 8 * held / elements, 8 * packed / elements
-    print(f"KV cache, bytes per token: {2 * elements} in 16 bits; {packed:.0f} once packed, scales included, "
-          f"{packed_bits:.2f} bits an element; {held:.0f} at {o.eval_len} tokens with windows: {bits:.2f}")
+    print(f"KV cache, bytes per token: {2 * elements} in 16 bits; {packed:.0f} once packed, with scales "
+          f"{packed_bits:.2f} bits an element; {held:.0f} at {o.eval_len} tokens with windows, {bits:.2f}")
     return {"kv_bytes_per_token": held, "effective_bits": bits, "kv_bytes_per_token_none": 2 * elements}
 
 def report_task(job: Job) -> dict:
