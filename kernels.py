@@ -502,18 +502,30 @@ def decode_attention(q, qt, sinks, packed, recent, bits):
 # Packed codes under a dot product, on the CPU. Scale and offset act on the score, not on each element, and
 # torch.compile fuses unpack and dot into one pass over the bytes, so that nothing is ever restored.
 
+def tiles(count: int, size: int = 1024) -> list[slice]:
+    """Cut `count` tokens into pieces, of which one at a time is unpacked; none are one empty piece."""
+    return [slice(i, min(i + size, count)) for i in range(0, max(count, 1), size)]
+
+
 def packed_scores_ref(q: Tensor, codes: Tensor, pair: Tensor, bits: int, count: int) -> Tensor:
     """Return q · x̂ for the first `count` packed tokens, a pair each: q (b, g, r, d) -> (b, g, r, count)."""
-    codes, pair = codes[:, :, :count], pair[:, :, :count]
-    scale, offset = (p.float().mT for p in split_pair(pair))
-    return q @ unpack_ref(codes, bits).float().mT * scale + q.sum(-1, keepdim=True) * offset
+    scores = []
+    for tile in tiles(count):
+        scale, offset = (p.float().mT for p in split_pair(pair[:, :, tile]))
+        dots = q @ unpack_ref(codes[:, :, tile], bits).float().mT
+        scores.append(dots * scale + q.sum(-1, keepdim=True) * offset)
+    return torch.cat(scores, -1)
 
 
 def packed_values_ref(p: Tensor, codes: Tensor, pair: Tensor, bits: int, count: int) -> Tensor:
     """Return Σ_s p_s x̂_s over the first `count` packed tokens: p (b, g, r, count) -> (b, g, r, d)."""
-    codes, pair = codes[:, :, :count], pair[:, :, :count]
-    scale, offset = (p.float().mT for p in split_pair(pair))
-    return (p * scale) @ unpack_ref(codes, bits).float() + (p * offset).sum(-1, keepdim=True)
+    values = 0
+    for tile in tiles(count):
+        scale, offset = (half.float().mT for half in split_pair(pair[:, :, tile]))
+        weight = p[..., tile]
+        values = values + (weight * scale) @ unpack_ref(codes[:, :, tile], bits).float()
+        values = values + (weight * offset).sum(-1, keepdim=True)
+    return values
 
 
 def code_runs(codes: Tensor, bits: int) -> list[list[tuple[int, Tensor]]]:

@@ -1609,7 +1609,7 @@ def test_decoding_by_the_kernels_equals_decoding_by_torch(bits, tmp_path, monkey
     assert distance(logits[False], logits[True]) < 1e-4
 
 
-@law(seeds, sizes(2, 3, 4, 8), sizes(16, 64, 128), sizes(1, 3, 4), sizes(0, 1, 40))
+@law(seeds, sizes(2, 3, 4, 8), sizes(16, 64, 128), sizes(1, 3, 4), sizes(0, 1, 40, 1030))
 def test_one_pass_over_packed_bytes_equals_dequantizing(seed, bits, d, r, s):
     """What is given to the compiler, and the reference; sums of s or d terms in another order."""
     x, q, p = (normal(seed, 2, 2, *shape).float() for shape in ((s, d), (r, d), (r, s)))
