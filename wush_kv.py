@@ -1260,7 +1260,8 @@ def report_task(job: Job) -> dict:
     o, c, (k_codec, v_codec) = job.options, job.model.config, job.codecs
     heads = f"{c.num_attention_heads} query heads, {c.num_key_value_heads} KV heads of {c.head_dim}"
     widths = f"{k_codec.bits}-bit keys, {v_codec.bits}-bit values"
-    print(f"{o.model}: {c.num_hidden_layers} layers, {heads}; {widths}")
+    name = Path(o.model).resolve().name if Path(o.model).is_dir() else o.model
+    print(f"{name}: {c.num_hidden_layers} layers, {heads}; {widths}")
     figures, error, ppl = memory_task(job), error_task(job, sink=0), ppl_task(job)
     figures |= error | ppl | {"standard_error": error["standard_error"] | ppl["standard_error"]}
     figures |= {"tokens_per_second": {}, "text": {}}
