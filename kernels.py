@@ -460,13 +460,19 @@ def _merge_kernel(acc_ptr, stat_ptr, out_ptr, parts, R, D: tl.constexpr, ROWS: t
     tl.store(out_ptr + row * D + d, (acc / tl.where(total > 0, total, 1)).to(out_ptr.dtype.element_ty))
 
 
-TILES = dict(TILE=64, WINDOW=32)                        # tokens: larger tiles spill, smaller repeat overheads
+WINDOW = 32                                             # slots of a window that one program takes
 
 
-def warps(d: int, bits: tuple[int, int], rows: int) -> dict:
-    """A warp a program, loads two tiles ahead, and a bound on registers where ptxas would overdo them."""
-    bound = d > 64 and rows == 8 and set(bits) not in ({2}, {4}, {8})
-    return dict(num_warps=1, num_stages=3) | (dict(maxnreg=200) if bound else {})
+def tiling(d: int, bits: tuple[int, int], rows: int, fast: bool, cc: int) -> dict:
+    """Tokens a tile, a warp a program, loads two tiles ahead, a bound on registers where ptxas overdoes them.
+
+    Small tiles where large ones spill: many queries, codes unpacked singly, 3 bits in 128 channels on
+    Blackwell. They spend half as many instructions again.
+    """
+    wide = d > 64 and set(bits) not in ({2}, {4}, {8})
+    small = rows > 8 or (not fast and set(bits) != {2}) or (wide and 3 in bits and cc >= 120)
+    bound = dict(maxnreg=200) if wide and rows == 8 else {}
+    return dict(TILE=16 if small else 64, num_warps=1, num_stages=3) | bound
 
 
 @fused(decode_attention_ref)
@@ -480,20 +486,21 @@ def decode_attention(q, qt, sinks, packed, recent, bits):
     if set(steps) != {1}:
         raise ValueError("channels, and the pairs of successive tokens, must lie side by side")
     cuda, exact = q.is_cuda, INTERPRET or q.dtype == torch.float32
+    cc = 10 * torch.cuda.get_device_capability(q.device)[0] if cuda else 0
+    fast, rows = cc >= 80 and not exact, max(8, triton.next_power_of_2(r))
     cores = torch.cuda.get_device_properties(q.device).multi_processor_count if cuda else 1
     # Eight programs a multiprocessor, by the buffers' sizes: to ask the device for lengths would wait for it.
     parts = min(triton.cdiv(8 * cores, b * g), triton.cdiv(k_codes.shape[2], 512), 256)
-    sink_parts, recent_parts = (triton.cdiv(k.shape[2], TILES["WINDOW"]) for k in (sinks[0], recent[0]))
-    every, rows = parts + sink_parts + recent_parts, max(8, triton.next_power_of_2(r))
+    sink_parts, recent_parts = (triton.cdiv(k.shape[2], WINDOW) for k in (sinks[0], recent[0]))
+    every = parts + sink_parts + recent_parts
     acc, stat = (torch.empty(b * g * every * rows, size, device=q.device) for size in (d, 2))
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     strides = tuple(x.stride()[:3] for x in (*sinks[:2], k_codes, k_pair, v_codes, v_pair, *recent[:2]))
     if every:
         _decode_kernel[every, b * g](
             q.contiguous(), qt.contiguous(), sinks, packed, recent, acc, stat, strides, g, r, parts,
-            sink_parts, k_codes.stride(2), v_codes.stride(2), d, rows, *bits, **TILES, **warps(d, bits, rows),
-            FAST=cuda and not exact and torch.cuda.get_device_capability(q.device) >= (8, 0),
-            DOT=tl.float32 if exact else tl.float16)
+            sink_parts, k_codes.stride(2), v_codes.stride(2), d, rows, *bits, WINDOW=WINDOW, FAST=fast,
+            DOT=tl.float32 if exact else tl.float16, **tiling(d, bits, rows, fast, cc))
     _merge_kernel[b * g * r, triton.cdiv(d, 32)](acc, stat, out, every, r, d, rows, 32, min(d, 32))
     return out
 
@@ -649,10 +656,11 @@ def compile_decode(cc: int, d: int, bits: tuple[int, int], fast: bool, rows: int
         q_ptr=f"*{model}", qt_ptr="*fp32", sinks=window, packed=("*u8", "*i32", "*u8", "*i32", "*i32"),
         recent=window, acc_ptr="*fp32", stat_ptr="*fp32", strides=(("i32",) * 3,) * 8, G="i32", R="i32",
         PARTS="i32", SINK_PARTS="i32")
+    how = tiling(d, bits, rows, fast, cc)
     constants = dict(
         K_ROW=d * bits[0] // 8, V_ROW=d * bits[1] // 8, D=d, ROWS=rows, K_BITS=bits[0], V_BITS=bits[1],
-        **TILES, FAST=fast, DOT=tl.float32 if model == "fp32" else tl.float16)
-    return compile_for(cc, _decode_kernel, arguments, constants, **warps(d, bits, rows))
+        TILE=how.pop("TILE"), WINDOW=WINDOW, FAST=fast, DOT=tl.float32 if model == "fp32" else tl.float16)
+    return compile_for(cc, _decode_kernel, arguments, constants, **how)
 
 
 def compile_encode(cc: int, d: int, bits: int, rule: str, transform: bool):
@@ -693,8 +701,9 @@ def compile_all():
     for cc in TARGETS:
         for d, bits, fast in variants:
             *usage, loop = cost(compile_decode(cc, d, (bits, bits), fast))
+            tile = tiling(d, (bits, bits), 8, fast, cc)["TILE"]
             print(f"{cc:<4} {f'decode d={d} bits={bits} ' + ('fast' if fast else 'plain'):30}",
-                  *(f"{x:8}" for x in usage), f"{loop * 32 / (TILES['TILE'] * 2 * d):8.2f}", flush=True)
+                  *(f"{x:8}" for x in usage), f"{loop * 32 / (tile * 2 * d):8.2f}", flush=True)
         for d, bits, transform in variants:
             rule = "quest" if transform else "affine"
             *usage, _ = cost(compile_encode(cc, d, bits, rule, transform))
