@@ -1032,7 +1032,7 @@ class Options:
 
 def parse(argv: list[str] | None) -> Options:
     """Make the flags from Options, parse them, and refuse what the flags alone show to be wrong."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     fields = dataclasses.fields(Options)
     for f in fields:
         kind, choices = f.metadata["kind"], f.metadata["choices"]
