@@ -757,28 +757,30 @@ def bench_cpu(g: int = 8, r: int = 4, d: int = 128, bits: int = 2):
               f"  {times[-1] / times[0]:.2f}", flush=True)
 
 
+def graph_median(steps) -> float:
+    """Time steps on the GPU as one CUDA graph: the median of 50 replays, in microseconds a step."""
+    for step in steps:
+        step()
+    torch.cuda.synchronize()
+    graph, times = torch.cuda.CUDAGraph(), []
+    with torch.cuda.graph(graph):
+        for step in steps:
+            step()
+    for _ in range(50):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end) * 1e3 / len(steps))
+    return sorted(times)[25]
+
+
 def bench_gpu(g: int = 8, r: int = 4, d: int = 128):
     """Time `decode_attention` beside bfloat16 SDPA and a plain read of its bytes: medians of CUDA graphs.
 
     Four caches of over 200 MB together take turns, so that the level-2 cache does not answer.
     """
-    def median(steps) -> float:
-        for step in steps:
-            step()
-        torch.cuda.synchronize()
-        graph, times = torch.cuda.CUDAGraph(), []
-        with torch.cuda.graph(graph):
-            for step in steps:
-                step()
-        for _ in range(50):
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            start.record()
-            graph.replay()
-            end.record()
-            end.synchronize()
-            times.append(start.elapsed_time(end) * 1e3 / len(steps))
-        return sorted(times)[25]
-
     check("cuda")
     print(torch.cuda.get_device_name(), "- us (GB/s of its own bytes)")
     print("tokens   b   SDPA bfloat16  " + "  ".join(f"{bits} bits, / read, SDPA /" for bits in (2, 3, 4)))
@@ -789,15 +791,16 @@ def bench_gpu(g: int = 8, r: int = 4, d: int = 128):
             q = torch.randn(b, g, r, d, device="cuda", dtype=torch.bfloat16)
             turns = max(4, -(-200_000_000 // (b * g * n * 72)))
             plain = [torch.randn(2, b, g, n, d, device="cuda", dtype=torch.bfloat16) for _ in range(4)]
-            sdpa = median([lambda kv=kv: F.scaled_dot_product_attention(
+            sdpa = graph_median([lambda kv=kv: F.scaled_dot_product_attention(
                 q.flatten(1, 2)[:, :, None], *kv, enable_gqa=True) for kv in plain])
             line = [f"{n:6} {b:3} {sdpa:9.1f} ({plain[0].nbytes / sdpa / 1e3:5.0f})"]
             del plain
             for bits in (2, 3, 4):
                 caches = [full_cache(b, g, n, d, bits, "cuda") for _ in range(turns)]
                 size = sum(x.nbytes for x in caches[0][1][:4])
-                ours = median([lambda c=c: decode_attention(q, q.float(), *c) for c in caches])
-                read = median([lambda c=c: [x.view(torch.int32).amax() for x in c[1][:4]] for c in caches])
+                ours = graph_median([lambda c=c: decode_attention(q, q.float(), *c) for c in caches])
+                read = graph_median([lambda c=c: [x.view(torch.int32).amax() for x in c[1][:4]]
+                                     for c in caches])
                 line.append(f"{ours:9.1f} ({size / ours / 1e3:5.0f}) {ours / read:5.2f} {sdpa / ours:5.2f}")
             print(*line, flush=True)
 
