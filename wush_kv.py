@@ -34,7 +34,7 @@ import json
 import math
 import sys
 import time
-from functools import cache, lru_cache
+from functools import cache, lru_cache, partial
 from pathlib import Path
 from typing import Callable, Iterable, NamedTuple
 
@@ -340,13 +340,12 @@ class WindowCache:
         self.append(k, v, pad)
         if not any(before):
             o = causal_attention(q, k, v, padding_mask(pad, t, q.device) if any(pad) else None)
+        elif t == 1 and on_gpu(q) and self.k.has_kernel and self.v.has_kernel:
+            o = self.attend_by_kernel(q)
         else:
             position = torch.tensor([n - p for n, p in zip(before, pad)], device=q.device)[:, None]
             position = position + torch.arange(t, device=q.device)           # of each query (b, t)
-            fused = t == 1 and on_gpu(q) and self.k.has_kernel and self.v.has_kernel
-            attend = (self.attend_ordinary if self.keep is None else
-                      self.attend_by_kernel if fused else self.attend_parts)
-            o = attend(q, position)
+            o = self.attend_ordinary(q, position) if self.keep is None else self.attend_parts(q, position)
         self.flush()
         return o
 
@@ -385,7 +384,7 @@ class WindowCache:
         seen = torch.arange(k.shape[2], device=q.device) <= position[..., None]     # (b, t, s)
         return causal_attention(q, k, v, seen[:, None])
 
-    def attend_by_kernel(self, q: Tensor, position: Tensor) -> Tensor:
+    def attend_by_kernel(self, q: Tensor) -> Tensor:
         """Attend from one token's queries q (b, g, r, 1, d) in one launch over packed bytes and windows."""
         n_sink, n_packed, n_recent = (device_lengths(tuple(size), q.device) for size in self.sizes())
         q = q[..., 0, :]
@@ -692,9 +691,9 @@ def attention_sensitivity(q: Tensor, k: Tensor, v: Tensor, W: Tensor) -> tuple[T
     δ_s are independent with covariance C, the expected squared change is qᵀC q · Σ_s p_s² ‖Wᵀ(v_s − o)‖² / d,
     which is ½ tr(H C) for H = Σ w q qᵀ, w = 2 Σ_s p_s² ‖Wᵀ(v_s − o)‖² / d. An error of value s moves the
     output by p_s Wᵀδ_s, so there H = 2 Σ_r (Σ_{t,s} p²) W Wᵀ. Heads are summed as if their changes were
-    unrelated. # Differs from the paper: its appendix C was not at hand, this derivation of its WUSH-A is
-    ours.
+    unrelated.
     """
+    # Differs from the paper: its appendix C was not at hand, this derivation of its WUSH-A is ours.
     t, d = q.shape[-2:]
     A = (W.double() @ W.double().mT).float()                                 # (g, r, d, d): ‖Wᵀx‖² = xᵀ A x
     q, k, v = q.float(), k[:, :, None].float(), v[:, :, None].float()        # `spread` cancels: no bf16 here
@@ -717,35 +716,32 @@ def calibrate(model: Model, sequences: list[Tensor], attention_aware: bool = Fal
     w v vᵀ, its weights from the sequence's own query moment, so that one pass does. With `attention_aware`
     also WUSH-A's q_attn and o_attn. Sequences run one at a time, so no padding enters.
     """
-    c, device = model.config, model.inv_freq.device
-    names = ("k", "q", "v", "o", "v_oscar") + ("q_attn", "o_attn") * attention_aware
+    c, device, layers = model.config, model.inv_freq.device, range(model.config.num_hidden_layers)
+    names = ("k", "q", "v", "v_oscar") + ("q_attn",) * attention_aware
     moments = {name: torch.zeros(c.num_hidden_layers, c.num_key_value_heads, c.head_dim, c.head_dim,
                                  dtype=torch.float64, device=device) for name in names}
+    heads = c.num_hidden_layers, c.num_key_value_heads, c.num_attention_heads // c.num_key_value_heads
+    p_squared = torch.zeros(heads, dtype=torch.float64, device=device)       # Σ p² of each query head
 
     def observe(l, q, k, v):
         q_moment = 2 * second_moment(q)
         found = {"k": second_moment(k), "q": q_moment, "v": second_moment(v),
                  "v_oscar": second_moment(v, oscar_weight(q_moment, k))}
         if attention_aware:
-            W = output_blocks(model, l)
-            w, p_squared = attention_sensitivity(q, k, v, W)
+            w, p2 = attention_sensitivity(q, k, v, output_blocks(model, l))
             found["q_attn"] = second_moment(q, w)
-            found["o_attn"] = output_hessian(W, p_squared.sum((0, 3)))
+            p_squared[l] += p2.sum((0, 3))
         for name, moment in found.items():
             moments[name][l] += moment
         return causal_attention(q, k, v)
 
     for ids in tqdm(sequences, desc="calibrate", unit="seq", disable=not sequences or None):
         forward(model, ids[None].to(device), observe)
-    for l in range(c.num_hidden_layers):
-        W = output_blocks(model, l)
-        moments["o"][l] = output_hessian(W, W.new_ones(W.shape[:2]))
+    grams = torch.stack([W @ W.mT for W in (output_blocks(model, l).double() for l in layers)])
+    moments["o"] = 2 * grams.sum(2)                                          # from (l, g, r, d, d)
+    if attention_aware:
+        moments["o_attn"] = 2 * (p_squared[..., None, None] * grams).sum(2)
     return moments
-
-def output_hessian(W: Tensor, weight: Tensor) -> Tensor:
-    """Sum 2 w_r W_O(r) W_O(r)ᵀ over a group's query heads: W (g, r, d, D), w (g, r) -> (g, d, d)."""
-    W = W.double()
-    return 2 * (weight.double()[..., None, None] * (W @ W.mT)).sum(1)
 
 def fingerprint(folder: Path) -> str:
     """Hash attention weights of two layers as they lie on disk: the same for every dtype and sharding."""
@@ -1030,6 +1026,11 @@ class Options:
                         choices=("auto", "float32", "bfloat16", "float16"))
     json: str | None = option(None, "file to write the figures to as well")
 
+def codecs(o: Options) -> tuple[Codec, Codec]:
+    """Make the codecs of keys and of values."""
+    return (Codec(o.k_bits or o.bits or 2, o.quantizer, o.clip_k, o.group),
+            Codec(o.v_bits or o.bits or 2, o.quantizer, o.clip_v, o.group))
+
 def parse(argv: list[str] | None) -> Options:
     """Make the flags from Options, parse them, and refuse what the flags alone show to be wrong."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -1047,7 +1048,7 @@ def parse(argv: list[str] | None) -> Options:
             parser.error(f"--{f.name.replace('_', '-')} {value} is not between {low} and {high}")
     if o.bits is not None and (o.k_bits is not None or o.v_bits is not None):
         parser.error("--bits sets both sides: give it, or --k-bits and --v-bits")
-    if o.save and 16 in (o.bits, min(o.k_bits or 0, o.v_bits or 0)):
+    if o.save and all(codec.bits == 16 for codec in codecs(o)):
         parser.error("--save has nothing to write where --bits is 16")
     if o.json and o.save and o.json in (o.save, o.save + ".json"):
         parser.error("--json and --save, which also writes a .json file, would overwrite each other")
@@ -1107,11 +1108,6 @@ def pick_device(name: str, dtype: str) -> tuple[torch.device, torch.dtype]:
         dtype = "float32" if device.type == "cpu" else "bfloat16"
     return device, getattr(torch, dtype)
 
-def codecs(o: Options) -> tuple[Codec, Codec]:
-    """Make the codecs of keys and of values."""
-    return (Codec(o.k_bits or o.bits or 2, o.quantizer, o.clip_k, o.group),
-            Codec(o.v_bits or o.bits or 2, o.quantizer, o.clip_v, o.group))
-
 class Job(NamedTuple):
     """What a task works on, all of it checked."""
     options: Options
@@ -1157,7 +1153,7 @@ def prepare(o: Options) -> Job:
                          f"for {o.model}, weights {about['fingerprint']}")
     given = {o.transform: load_transforms(o.transforms, config, device)} if o.transforms else {}
     model = load_model(folder, config, dtype, device)
-    moments = calibrate(model, calib, "wush_a" in names)
+    moments = calibrate(model, calib, "wush_a" in names) if names else {}
     transforms = {name: derive(moments, name, o.group) for name in names} | given
     if o.save:
         save_transforms(o.save, transforms[o.transform], about)
@@ -1187,19 +1183,18 @@ def read_inputs(o: Options, folder: Path, config, tokenizer, names: list[str]) -
         calib = read_tokens(source, tokenizer, "--calib", o.calib_seqs, o.calib_len)
     return prompt, texts, calib, source
 
-def make_cache(job: Job, quantized: bool) -> tuple[Model, list[WindowCache]]:
-    """Return model and empty caches for one sequence: values folded and codes packed, or both ordinary."""
+def serve(job: Job, quantized: bool) -> tuple[Model, Callable]:
+    """Return the model, values folded if they are quantized, and what makes an empty cache of one sequence."""
     if not quantized:
-        return job.model, new_cache(job.model)
+        return job.model, partial(new_cache, job.model)
     o, (k_codec, v_codec), T = job.options, job.codecs, job.transforms[job.options.transform]
     model = job.model if v_codec.bits == 16 else fold_values(job.model, T["v"])
     T_K = None if k_codec.bits == 16 else T["k"]
-    return model, new_cache(model, 1, T_K, k_codec, v_codec, o.sink, o.keep, o.flush)
+    return model, partial(new_cache, model, 1, T_K, k_codec, v_codec, o.sink, o.keep, o.flush)
 
-def continuation(job: Job, quantized: bool) -> Iterable[str]:
+def continuation(job: Job, model: Model, cache: list[WindowCache]) -> Iterable[str]:
     """Yield the text that continues the prompt, piece by piece."""
-    o, (model, cache) = job.options, make_cache(job, quantized)
-    generator = torch.Generator(model.inv_freq.device).manual_seed(o.seed)
+    o, generator = job.options, torch.Generator(model.inv_freq.device).manual_seed(job.options.seed)
     pick = lambda scores: sample(scores, o.temperature, o.top_p, o.top_k, generator)
     tokens = (row[0] for row in decode(model, cache, [job.prompt], o.max_new_tokens, job.eos, pick))
     return stream_text(job.tokenizer, (token for token in tokens if token not in job.eos))
@@ -1207,7 +1202,8 @@ def continuation(job: Job, quantized: bool) -> Iterable[str]:
 def generate_task(job: Job) -> dict:
     """Print the continuation as it comes."""
     name, pieces = job.options.transform if job.transforms else "none", []
-    for piece in continuation(job, name != "none"):
+    model, empty_cache = serve(job, name != "none")
+    for piece in continuation(job, model, empty_cache()):
         print(piece, end="", flush=True)
         pieces.append(piece)
     print()
@@ -1267,8 +1263,9 @@ def report_task(job: Job) -> dict:
     figures |= {"tokens_per_second": {}, "text": {}}
     context = job.texts[0][:c.max_position_embeddings - 52].to(job.model.inv_freq.device)
     for name in ("none", o.transform) if job.transforms else ("none",):
-        figures["tokens_per_second"][name] = speed = decode_speed(*make_cache(job, name != "none"), context)
-        figures["text"][name] = text = "".join(continuation(job, name != "none"))
+        model, empty_cache = serve(job, name != "none")
+        figures["tokens_per_second"][name] = speed = decode_speed(model, empty_cache(), context)
+        figures["text"][name] = text = "".join(continuation(job, model, empty_cache()))
         print(f"{name}: {speed:.1f} tokens/s after {len(context)} tokens; the prompt goes on {text!r}")
     return figures
 
