@@ -1184,7 +1184,7 @@ def read_inputs(o: Options, folder: Path, config, tokenizer, names: list[str]) -
     return prompt, texts, calib, source
 
 def serve(job: Job, quantized: bool) -> tuple[Model, Callable]:
-    """Return the model, values folded if they are quantized, and what makes an empty cache of one sequence."""
+    """Return the model, values folded if they are quantized, and what makes an empty cache for it."""
     if not quantized:
         return job.model, partial(new_cache, job.model)
     o, (k_codec, v_codec), T = job.options, job.codecs, job.transforms[job.options.transform]
