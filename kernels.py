@@ -101,25 +101,36 @@ def fused(reference):
 GAUSSIAN_CLIP = {2: 1.4935300289152602, 3: 2.051068045052207, 4: 2.5140045914998, 8: 3.9222044167470385}
 
 
-def encode_ref(x: Tensor, T: Tensor | None, bits: int, rule: str, clip: float) -> tuple[Tensor, Tensor]:
+def encode_ref(x: Tensor, T: Tensor | None, bits: int, rule: str, clip: float,
+               push: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Quantize y = T x: x (b, g, s, d), T (g, 1, d, d) to codes (b, g, s, d·bits/8) and pairs (b, g, s, 1).
 
-    `rule` "quest": the levels span ±α·RMS(y), α the Gaussian-optimal clip. "affine": they span the values
-    within ±τ, τ the ⌊clip·d⌋-th smallest |y|. Codes are taken against the pair rounded to bfloat16.
+    `rule` "quest": the levels span ±clip·α·RMS(y), α the Gaussian-optimal clip; "centred": the same about the
+    mean of y, and at last the offset takes up the mean of y − ŷ. "affine": they span the values within ±τ, τ
+    the ⌊clip·d⌋-th smallest |y|. Codes are taken against the pair rounded to bfloat16. With `push` (g, 1, d,
+    d), strictly upper, channel i's rounding error times push[i, j] is taken from every later channel j.
     """
     y, top = x.float() if T is None else x.float() @ T.squeeze(1).mT, 2**bits - 1
-    if rule == "quest":
-        peak = y.abs().amax(-1, keepdim=True)       # of y/peak, as the squares of y may under- or overflow;
-        ratio = y / torch.where(peak > 0, peak, 1)  # in float64, so that the order of the sum does not show
-        rms = peak * ratio.square().mean(-1, keepdim=True, dtype=torch.float64).float().sqrt()
-        scale, offset = rms * (2 * GAUSSIAN_CLIP[bits] / top), rms * -GAUSSIAN_CLIP[bits]
-    else:
+    mean = lambda y: y.mean(-1, keepdim=True, dtype=torch.float64).float()      # the order does not show
+    if rule == "affine":
         tau = y.abs().sort(-1).values[..., rank(clip, y.shape[-1]), None]
         offset, highest = y.clamp(-tau, tau).aminmax(dim=-1, keepdim=True)
         scale = (highest - offset) / top
-    scale, offset = scale.bfloat16().clamp(min=2.0**-126), offset.bfloat16()    # smallest normal: never 0/0
-    codes = ((y - offset.float()) / scale.float()).clamp(0, top).round().byte()
-    return pack_ref(codes, bits), join_pair(scale, offset)
+    else:
+        middle = mean(y) if rule == "centred" else -0.0         # adding -0.0 changes nothing, 0.0 the sign of -0.0
+        peak = (y - middle).abs().amax(-1, keepdim=True)        # as squares may under- or overflow
+        ratio = (y - middle) / torch.where(peak > 0, peak, 1)
+        rms, alpha = peak * mean(ratio.square()).sqrt(), clip * GAUSSIAN_CLIP[bits]
+        scale, offset = rms * (2 * alpha / top), rms * -alpha + middle
+    scale, offset = scale.bfloat16().clamp(min=2.0**-126).float(), offset.bfloat16().float()   # never 0/0
+    nearest, z = lambda z: ((z - offset) / scale).clamp(0, top).round(), y.clone()
+    for i in range(y.shape[-1] if push is not None else 0):
+        error = z[..., i:i + 1] - (scale * nearest(z[..., i:i + 1]) + offset)
+        z -= error * push[..., i, :]
+    codes = nearest(z)
+    if rule == "centred":
+        offset = offset + mean(y - (scale * codes + offset))
+    return pack_ref(codes.byte(), bits), join_pair(scale.bfloat16(), offset.bfloat16())
 
 
 def rank(clip: float, d: int) -> int:
@@ -132,6 +143,12 @@ def _bfloat16_bits(x):
     """float32 to the bits of bfloat16, ties to even. By hand, since the interpreter's cast truncates."""
     bits = x.to(tl.uint32, bitcast=True)
     return bits + 0x7FFF + (bits >> 16 & 1) >> 16
+
+
+@jit
+def _mean(y):
+    """The mean of each row, in float64, so that the order of the sum does not show."""
+    return (tl.sum(y.to(tl.float64), 1)[:, None] / y.shape[1]).to(tl.float32)
 
 
 @jit
@@ -155,9 +172,40 @@ def _pack(ptr, codes, live, WIDTH: tl.constexpr, BELOW: tl.constexpr):
 
 
 @jit
-def _encode_kernel(x_ptr, t_ptr, codes_ptr, pair_ptr, stride, n, G, RANK: tl.constexpr, ALPHA: tl.constexpr,
-                   D: tl.constexpr, BITS: tl.constexpr, TRANSFORM: tl.constexpr, BLOCK: tl.constexpr,
-                   CHUNK: tl.constexpr):
+def _nearest(y, offset, scale, BITS: tl.constexpr):
+    """The code of the level nearest to y, a whole float; adding 2^23 rounds to an integer, ties to even."""
+    return tl.minimum(tl.maximum(tl.div_rn(y - offset, scale), 0.0), 2**BITS - 1) + 8388608.0 - 8388608.0
+
+
+@jit
+def _feed_back(y, offset, scale, push_ptr, BITS: tl.constexpr, SLICE: tl.constexpr):
+    """Push each channel's rounding error onto later channels of y (s, d), as `encode_ref` does.
+
+    Inside a slice of SLICE channels one by one, in registers; then one dot pushes the slice's errors on.
+    """
+    S: tl.constexpr = y.shape[0]
+    D: tl.constexpr = y.shape[1]
+    c, slice, d = tl.arange(0, SLICE), tl.arange(0, D // SLICE)[None, :, None], tl.arange(0, D)
+    for i in range(0, D // SLICE):
+        y = tl.reshape(y, [S, D // SLICE, SLICE])
+        part = tl.sum(tl.where(slice == i, y, 0.0), 1)                          # takes the slice out
+        errors = tl.zeros([S, SLICE], tl.float32)
+        for j in range(0, SLICE):
+            channel = tl.sum(tl.where(c[None, :] == j, part, 0.0), 1)[:, None]
+            error = channel - (scale * _nearest(channel, offset, scale, BITS) + offset)
+            errors = tl.where(c[None, :] == j, error, errors)
+            part -= error * tl.load(push_ptr + (i * SLICE + j) * D + i * SLICE + c)[None, :]
+        y = tl.reshape(tl.where(slice == i, part[:, None, :], y), [S, D])       # and puts it back
+        later = (d >= (i + 1) * SLICE)[None, :]
+        push = tl.load(push_ptr + (i * SLICE + c)[:, None] * D + d[None, :], mask=later, other=0)
+        y -= tl.dot(errors, push, input_precision="tf32x3")
+    return y
+
+
+@jit
+def _encode_kernel(x_ptr, t_ptr, push_ptr, codes_ptr, pair_ptr, stride, n, G, RANK: tl.constexpr,
+                   ALPHA: tl.constexpr, CENTRED: tl.constexpr, D: tl.constexpr, BITS: tl.constexpr,
+                   TRANSFORM: tl.constexpr, FEEDBACK: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr):
     """Encode BLOCK tokens of one head; ALPHA 0 means the affine rule."""
     head = tl.program_id(1).to(tl.int64)                # counts (b, g); int64, or offsets wrap at 2^31
     token = (tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK))[:, None]
@@ -172,22 +220,28 @@ def _encode_kernel(x_ptr, t_ptr, codes_ptr, pair_ptr, stride, n, G, RANK: tl.con
     else:
         y = tl.load(x_ptr + d * stride[3], mask=live, other=0).to(tl.float32)
     if ALPHA > 0:
-        peak = tl.max(tl.abs(y), 1)[:, None]
-        ratio = tl.div_rn(y, tl.where(peak > 0, peak, 1.0))
-        mean = tl.sum((ratio * ratio).to(tl.float64), 1)[:, None] / D
-        rms = peak * tl.sqrt_rn(mean.to(tl.float32))
-        scale, offset = rms * (2 * ALPHA / (2**BITS - 1)), rms * -ALPHA
+        middle = _mean(y) if CENTRED else -0.0
+        peak = tl.max(tl.abs(y - middle), 1)[:, None]
+        ratio = tl.div_rn(y - middle, tl.where(peak > 0, peak, 1.0))
+        rms = peak * tl.sqrt_rn(_mean(ratio * ratio))
+        scale, offset = rms * (2 * ALPHA / (2**BITS - 1)), rms * -ALPHA + middle
     else:
         tau = _smallest(y, RANK)
         clamped = tl.minimum(tl.maximum(y, -tau), tau)
         offset = tl.min(clamped, 1)[:, None]
         scale = tl.div_rn(tl.max(clamped, 1)[:, None] - offset, tl.full([BLOCK, 1], 2**BITS - 1, tl.float32))
-    scale, offset = tl.maximum(_bfloat16_bits(scale), 0x80), _bfloat16_bits(offset) # 0x80: smallest normal
-    tl.store(pair_ptr + row, (scale | offset << 16).to(tl.int32, bitcast=True), mask=live)
-    y = tl.div_rn(y - (offset << 16).to(tl.float32, bitcast=True), (scale << 16).to(tl.float32, bitcast=True))
-    y = tl.minimum(tl.maximum(y, 0.0), 2**BITS - 1)
-    codes = (y + 8388608.0 - 8388608.0).to(tl.int32)    # adding 2^23 rounds to an integer, ties to even
-    codes_ptr += row * (D * BITS // 8)
+    scale_bits = tl.maximum(_bfloat16_bits(scale), 0x80)                        # 0x80: smallest normal
+    scale = (scale_bits << 16).to(tl.float32, bitcast=True)
+    offset = (_bfloat16_bits(offset) << 16).to(tl.float32, bitcast=True)
+    z = y
+    if FEEDBACK:
+        z = _feed_back(y, offset, scale, push_ptr + head % G * D * D, BITS, CHUNK)
+    codes = _nearest(z, offset, scale, BITS)
+    if CENTRED:
+        offset += _mean(y - (scale * codes + offset))
+    pair = scale_bits | _bfloat16_bits(offset) << 16
+    tl.store(pair_ptr + row, pair.to(tl.int32, bitcast=True), mask=live)
+    codes, codes_ptr = codes.to(tl.int32), codes_ptr + row * (D * BITS // 8)
     if BITS == 3:
         _pack(codes_ptr, codes, live, 2, 1)
         _pack(codes_ptr + D // 4, codes, live, 1, 0)
@@ -196,15 +250,16 @@ def _encode_kernel(x_ptr, t_ptr, codes_ptr, pair_ptr, stride, n, G, RANK: tl.con
 
 
 @fused(encode_ref)
-def encode(x, T, bits, rule, clip):
-    """Launch `_encode_kernel`. Moves d·(size of x + bits/8) + 4 bytes a row, and T for every 16 tokens."""
+def encode(x, T, bits, rule, clip, push=None):
+    """Launch `_encode_kernel`. Moves d·(size of x + bits/8) + 4 bytes a row, T and `push` per 16 tokens."""
     b, g, n, d = x.shape
     codes = torch.empty(b, g, n, d * bits // 8, dtype=torch.uint8, device=x.device)
     pair = torch.empty(b, g, n, 1, dtype=torch.int32, device=x.device)
     if pair.numel():
         _encode_kernel[triton.cdiv(n, 16), b * g](
-            x, x if T is None else T.contiguous(), codes, pair, x.stride(), n, g, rank(clip, d),
-            GAUSSIAN_CLIP[bits] if rule == "quest" else 0, d, bits, T is not None, 16, 16)
+            x, x if T is None else T.contiguous(), x if push is None else push.contiguous(), codes, pair,
+            x.stride(), n, g, rank(clip, d), 0 if rule == "affine" else clip * GAUSSIAN_CLIP[bits],
+            rule == "centred", d, bits, T is not None, push is not None, 16, 16)
     return codes, pair
 
 
@@ -663,12 +718,12 @@ def compile_decode(cc: int, d: int, bits: tuple[int, int], fast: bool, rows: int
     return compile_for(cc, _decode_kernel, arguments, constants, **how)
 
 
-def compile_encode(cc: int, d: int, bits: int, rule: str, transform: bool):
+def compile_encode(cc: int, d: int, bits: int, rule: str, transform: bool, feedback: bool = False):
     """Compile `_encode_kernel` as `encode` calls it."""
-    arguments = dict(x_ptr="*bf16", t_ptr="*fp32", codes_ptr="*u8", pair_ptr="*i32", stride=("i32",) * 4,
+    arguments = dict(x_ptr="*bf16", t_ptr="*fp32", push_ptr="*fp32", codes_ptr="*u8", pair_ptr="*i32", stride=("i32",) * 4,
                      n="i32", G="i32")
-    constants = dict(RANK=d - 5, ALPHA=GAUSSIAN_CLIP[bits] if rule == "quest" else 0, D=d, BITS=bits,
-                     TRANSFORM=transform, BLOCK=16, CHUNK=16)
+    constants = dict(RANK=d - 5, ALPHA=0 if rule == "affine" else GAUSSIAN_CLIP[bits], CENTRED=rule == "centred",
+                     D=d, BITS=bits, TRANSFORM=transform, FEEDBACK=feedback, BLOCK=16, CHUNK=16)
     return compile_for(cc, _encode_kernel, arguments, constants)
 
 

@@ -91,12 +91,14 @@ def oscar(gram: Tensor, hess: Tensor, m: int | None = None) -> Tensor:
     spread = torch.block_diag(*[hadamard(m)] * n).to(U.device)
     return (U[..., order] @ spread).mT[..., None, None, :, :].expand(*hess.shape[:-2], 1, d, d)
 
-def wush(gram: Tensor, hess: Tensor, m: int | None = None, damping: float = 1e-2) -> Tensor:
+def wush(gram: Tensor, hess: Tensor, m: int | None = None, damping: float = 1e-2, exponent: float = 0.25,
+         strongest_first: bool = False) -> Tensor:
     """Balance what is stored against what consumes it: T = c 𝓗 Λ^(-1/4) Uᵀ Lᵀ (arXiv 2609.38121, section 3).
 
     L Lᵀ = H + γ tr(H)/m I and U Λ Uᵀ = Lᵀ (M + γ tr(M)/m I) L, block by block; c keeps tr(T M Tᵀ) = tr(M). No
     invertible T makes tr(T M Tᵀ) tr(T⁻ᵀ H T⁻¹) smaller. Scaling M or H changes nothing. Where either is zero
-    there is nothing to balance, and T = 𝓗.
+    there is nothing to balance, and T = 𝓗. Another `exponent` than 1/4 and Λ in falling order, so that the
+    mean over the channels is the strongest direction, are for the refinement.
     """
     M, H = diagonal_blocks(gram, m), diagonal_blocks(hess, m)
     I = torch.eye(M.shape[-1], dtype=M.dtype, device=M.device)
@@ -105,7 +107,9 @@ def wush(gram: Tensor, hess: Tensor, m: int | None = None, damping: float = 1e-2
     M, H = (torch.where(dead, I, S / mean_diagonal(S)) for S in (M, H))      # from here on tr(S)/m = 1
     L = torch.linalg.cholesky(H + damping * I)
     lam, U = torch.linalg.eigh(L.mT @ (M + damping * I) @ L)
-    T = hadamard(M.shape[-1]).to(M.device) @ (lam[..., None] ** -0.25 * U.mT) @ L.mT
+    if strongest_first:
+        lam, U = lam.flip(-1), U.flip(-1)
+    T = hadamard(M.shape[-1]).to(M.device) @ (lam[..., None] ** -exponent * U.mT) @ L.mT
     c = (mean_diagonal(M) / mean_diagonal(T @ M @ T.mT)).sqrt()
     return c * T
 
@@ -117,11 +121,51 @@ TRANSFORMS = {   # name: rule, then the names of `calibrate`'s (Gram, Hessian) f
     "wush_a": (wush, ("k", "q_attn"), ("v", "o_attn")),
 }
 
-def derive(moments: dict[str, Tensor], name: str, m: int | None = None) -> dict[str, Tensor]:
-    """Derive transforms from `calibrate`'s moments: {"k": T_K, "v": T_V}, each (l, g, n, m, m), float32."""
+# What --refine adds to the paper, all of it at the moment of encoding: format and reader stay as they are.
+REFINEMENTS = {
+    "feedback": "a channel's rounding error is pushed onto those not yet rounded",
+    "exponent": "Λ^(-0.4): the transform that suits rounding with feedback",
+    "offset": "the offset carries the strongest direction of a token, nearly exactly",
+    "step": "levels further apart, so that clipping shrinks fewer scores",
+}
+WIDENED = {2: 1.3, 3: 1.15, 4: 1.1}      # "step": α_b times this, by bits; found on SmolLM2-135M
+
+def feedback(T: Tensor, hess: Tensor, free_mean: bool = False, damping: float = 1e-2) -> Tensor:
+    """Derive from T (..., n, m, m) how rounding errors are fed back: F, strictly upper, of the same shape.
+
+    In the basis of T a token's rounding error e costs eᵀ H' e, H' = T⁻ᵀ H T⁻¹. With D = diag(1/U_ii²) and
+    UᵀU = (H' + γ tr(H')/m I)⁻¹, U upper, F = diag(U)⁻¹ U − I: if channel i misses by e_i once y_j −= e_i F_ij
+    has been done for every j > i, the loss is Σ D_ii e_i², each channel's own. This is GPTQ's step (arXiv
+    2210.17323), or Babai's nearest plane (arXiv 2507.18553), on a token. A fine grid of step Δ loses Δ²/12 Σ
+    D_ii: never more than the Δ²/12 tr(H') of plain rounding, and as much where H' is diagonal. `free_mean`: an
+    error's mean over the channels costs nothing, because the offset takes it up.
+    """
+    inverse, m = torch.linalg.inv(T.double()), T.shape[-1]
+    I = torch.eye(m, dtype=torch.float64, device=T.device)
+    H = inverse.mT @ diagonal_blocks(hess, m) @ inverse
+    if free_mean:
+        H = (I - 1 / m) @ H @ (I - 1 / m)
+    mean = H.diagonal(dim1=-2, dim2=-1).mean(-1)[..., None, None]
+    H = torch.where(mean == 0, I, H / mean)
+    U = torch.linalg.cholesky(torch.linalg.inv(H + damping * I), upper=True)
+    return (U / U.diagonal(dim1=-2, dim2=-1)[..., None]).triu(1)
+
+def derive(moments: dict[str, Tensor], name: str, m: int | None = None, refine=()) -> dict[str, Tensor]:
+    """Derive transforms from `calibrate`'s moments: {"k": T_K, "v": T_V}, each (l, g, n, m, m), float32.
+
+    `refine` names REFINEMENTS, for WUSH only; with "feedback" F joins as "k_feedback" and "v_feedback".
+    """
     rule, *sides = TRANSFORMS[name]
-    return {side: rule(moments[gram], moments[hess], m).float().contiguous()
-            for side, (gram, hess) in zip("kv", sides)}
+    if "exponent" in refine:     # least loss with feedback on Gaussian rows, at 2, 3 and 4 bits alike
+        rule = partial(rule, exponent=0.4)
+    if "offset" in refine:
+        rule = partial(rule, strongest_first=True)
+    tensors = {}
+    for side, (gram, hess) in zip("kv", sides):
+        tensors[side] = T = rule(moments[gram], moments[hess], m)
+        if "feedback" in refine:
+            tensors[side + "_feedback"] = feedback(T, moments[hess], "offset" in refine)
+    return {key: tensor.float().contiguous() for key, tensor in tensors.items()}
 
 def apply(T: Tensor, x: Tensor) -> Tensor:
     """Apply T (g, n, m, m) to the last axis of x (b, g, ..., d), in T's dtype."""
@@ -153,11 +197,18 @@ def gaussian_clip(bits: int) -> float:
     return a
 
 def quest(x: Tensor, bits: int, clip: float = 1.0) -> tuple[Tensor, Tensor]:
-    """Place 2^b even levels on ±α_b·RMS(x), the best such grid for Gaussian data; `clip` is not used."""
+    """Place 2^b even levels on ±clip·α_b·RMS(x): with clip = 1 the best such grid for Gaussian data."""
     largest = x.abs().amax(-1)
     unit = x / largest.clamp(min=torch.finfo(x.dtype).tiny)[..., None]       # 1e-30 squared would be zero
     rms = largest * unit.square().mean(-1, dtype=torch.float64).to(x.dtype).sqrt()   # the same in any order
-    return rms * (2 * gaussian_clip(bits) / (2 ** bits - 1)), rms * -gaussian_clip(bits)
+    alpha = clip * gaussian_clip(bits)
+    return rms * (2 * alpha / (2 ** bits - 1)), rms * -alpha
+
+def centred(x: Tensor, bits: int, clip: float = 1.0) -> tuple[Tensor, Tensor]:
+    """Place QuEST's levels about the mean of x; `quantize` lets the offset take up the mean error as well."""
+    mean = x.mean(-1, dtype=torch.float64).to(x.dtype)
+    scale, offset = quest(x - mean[..., None], bits, clip)
+    return scale, offset + mean
 
 def affine(x: Tensor, bits: int, clip: float = 1.0) -> tuple[Tensor, Tensor]:
     """Place 2^b even levels from min to max of x clamped to ±τ, the ⌊clip·m⌋-th smallest |x| (OSCAR)."""
@@ -166,7 +217,7 @@ def affine(x: Tensor, bits: int, clip: float = 1.0) -> tuple[Tensor, Tensor]:
     low, high = x.clamp(-tau, tau).aminmax(dim=-1)
     return (high - low) / (2 ** bits - 1), low
 
-QUANTIZERS = {"quest": quest, "affine": affine}
+QUANTIZERS = {"quest": quest, "affine": affine, "centred": centred}
 BITS = (2, 3, 4, 8, 16)      # 16 is off
 
 class Codec(NamedTuple):
@@ -176,28 +227,66 @@ class Codec(NamedTuple):
     clip: float = 1.0
     group: int | None = None
 
-def quantize(x: Tensor, codec: Codec) -> tuple[Tensor, Tensor, Tensor]:
+def nearest(x: Tensor, scale: Tensor, offset: Tensor, bits: int) -> Tensor:
+    """Return the code, a whole float in [0, 2^b − 1], of the level nearest to x."""
+    return ((x - offset) / scale).round_().clamp_(0, 2 ** bits - 1)
+
+def feed_back(x: Tensor, scale: Tensor, offset: Tensor, bits: int, push: Tensor) -> Tensor:
+    """Move x (b, g, s, n, m) so that plain rounding of it is rounding of x with `feedback`'s F (g, n, m, m).
+
+    Sixteen channels at a time: a product of matrices carries a slice's errors on to all later channels.
+    """
+    y = x.movedim(2, -1).contiguous()              # (b, g, n, m, s): a channel of all tokens is contiguous
+    scale, offset = (p.float().movedim(2, -1) for p in (scale, offset))
+    for i in range(0, y.shape[-2], 16):
+        part, F_part = y[..., i:i + 16, :], push[..., i:i + 16, i:i + 16, None]
+        errors = torch.empty_like(part)
+        for j in range(part.shape[-2]):
+            channel = part[..., j, :]
+            read = torch.addcmul(offset, nearest(channel, scale, offset, bits), scale)
+            errors[..., j, :] = channel - read
+            part[..., j + 1:, :] -= F_part[..., j, j + 1:, :] * errors[..., j, None, :]
+        y[..., i + 16:, :] -= push[..., i:i + 16, i + 16:].mT @ errors
+    return y.movedim(-1, 2)
+
+def quantize(x: Tensor, codec: Codec, push: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
     """Quantize x (..., d): codes (..., d) uint8 in [0, 2^b − 1], scale and offset (..., d/group) bfloat16.
 
     The pair is rounded first and the codes are computed against the rounded pair, so that the reader has the
-    same grid. A constant group gets the smallest normal scale instead of a division by zero.
+    same grid. A constant group gets the smallest normal scale instead of a division by zero. With F, of x
+    (b, g, s, d), rounding errors are fed back.
     """
     groups = x.float().unflatten(-1, (-1, codec.group or x.shape[-1]))
     scale, offset = (p.bfloat16() for p in QUANTIZERS[codec.rule](groups, codec.bits, codec.clip))
     scale = scale.clamp(min=torch.finfo(torch.bfloat16).tiny)
-    steps = (groups - offset.float()[..., None]) / scale.float()[..., None]
-    return steps.round().clamp(0, 2 ** codec.bits - 1).to(torch.uint8).flatten(-2), scale, offset
+    y = groups if push is None else feed_back(groups, scale, offset, codec.bits, push)
+    codes = nearest(y, scale.float()[..., None], offset.float()[..., None], codec.bits).byte().flatten(-2)
+    if codec.rule == "centred":
+        missed = groups - dequantize(codes, scale, offset).unflatten(-1, groups.shape[-2:])
+        offset = (offset.float() + missed.mean(-1, dtype=torch.float64).float()).bfloat16()
+    return codes, scale, offset
 
 def dequantize(codes: Tensor, scale: Tensor, offset: Tensor) -> Tensor:
     """Read codes (..., d) back as scale·code + offset, in float32."""
     groups = codes.unflatten(-1, (scale.shape[-1], -1)).float()
     return torch.addcmul(offset.float()[..., None], groups, scale.float()[..., None]).flatten(-2)
 
-def roundtrip(x: Tensor, T: Tensor, codec: Codec) -> Tensor:
+def roundtrip(x: Tensor, T: Tensor, codec: Codec, push: Tensor | None = None) -> Tensor:
     """Return what the cache's reader sees of x (b, g, s, d): T⁻¹ dequantize(quantize(T x)), in x's dtype."""
     if codec.bits == 16:
         return x
-    return apply(inverse_transpose(T).mT, dequantize(*quantize(apply(T, x), codec))).to(x.dtype)
+    return apply(inverse_transpose(T).mT, dequantize(*quantize(apply(T, x), codec, push))).to(x.dtype)
+
+class Scheme(NamedTuple):
+    """How a model's cache is quantized: the codec of each side, and `derive`'s tensors."""
+    k_codec: Codec
+    v_codec: Codec
+    tensors: dict[str, Tensor]
+
+    def of(self, side: str, l: int) -> tuple[Tensor | None, Codec, Tensor | None]:
+        """Return T (g, n, m, m), the codec and F of layer l's keys "k" or values "v", None for what is not there."""
+        T, push = (None if (x := self.tensors.get(side + what)) is None else x[l] for what in ("", "_feedback"))
+        return T, self.k_codec if side == "k" else self.v_codec, push
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -245,13 +334,14 @@ class PackedTensor:
     each. With 16 bits nothing is rounded but to model dtype: the codes are T x itself and there are no pairs.
     """
 
-    def __init__(self, batch: int, heads: int, d: int, codec: Codec, T: Tensor | None, dtype, device):
+    def __init__(self, batch: int, heads: int, d: int, codec: Codec, T: Tensor | None, push: Tensor | None,
+                 dtype, device):
         group, quantized = codec.group or d, codec.bits < 16
         if codec.bits not in BITS or quantized and (d % group or d % 8):
             raise ValueError(f"{d} channels do not pack with {codec.bits} bits in groups of {group}: bits "
                              f"are in {BITS}, channels a multiple of 8 and of the group")
         width, kind, groups = (d * codec.bits // 8, torch.uint8, d // group) if quantized else (d, dtype, 0)
-        self.codec, self.T, self.dtype = codec, T, dtype
+        self.codec, self.T, self.push, self.dtype = codec, T, push, dtype
         self.has_kernel = groups == 1 and d in (64, 128, 256) and (T is None or T.shape[1] == 1)
         self.codes = torch.zeros(batch, heads, 0, width, dtype=kind, device=device)
         self.pair = torch.zeros(batch, heads, 0, groups, dtype=torch.int32, device=device)
@@ -264,13 +354,13 @@ class PackedTensor:
             self.codes, self.pair = grow(self.codes, capacity), grow(self.pair, capacity)
         if self.has_kernel and on_gpu(x):
             self.codes[rows, :, start:stop], self.pair[rows, :, start:stop] = hot_path().encode(
-                x, self.T, self.codec.bits, self.codec.rule, self.codec.clip)
+                x, self.T, self.codec.bits, self.codec.rule, self.codec.clip, self.push)
             return
         y = x if self.T is None else apply(self.T, x)
         if self.codec.bits == 16:
             self.codes[rows, :, start:stop] = y.to(self.dtype)
             return
-        codes, scale, offset = quantize(y, self.codec)
+        codes, scale, offset = quantize(y, self.codec, self.push)
         self.codes[rows, :, start:stop] = hot_path().pack_ref(codes, self.codec.bits)
         self.pair[rows, :, start:stop] = hot_path().join_pair(scale, offset)
 
@@ -304,13 +394,13 @@ class WindowCache:
 
     def __init__(self, batch: int, heads: int, d: int, T: Tensor | None = None, k_codec: Codec = Codec(),
                  v_codec: Codec = Codec(), sink: int = 16, keep: int | None = 128, flush: int = 16,
-                 dtype=torch.float32, device="cpu"):
+                 dtype=torch.float32, device="cpu", k_push: Tensor | None = None, v_push: Tensor | None = None):
         if sink < 0 or flush < 1 or (keep or 0) < 0:
             raise ValueError(f"windows need sink >= 0, keep >= 0 and flush >= 1, not {sink}, {keep}, {flush}")
         self.sink, self.keep, self.flush_size = (0 if keep is None else sink), keep, flush
         self.n, self.n_packed = [0] * batch, [0] * batch                     # per row; all else follows
-        self.k = PackedTensor(batch, heads, d, k_codec, T, dtype, device)
-        self.v = PackedTensor(batch, heads, d, v_codec, None, dtype, device)
+        self.k = PackedTensor(batch, heads, d, k_codec, T, k_push, dtype, device)
+        self.v = PackedTensor(batch, heads, d, v_codec, None, v_push, dtype, device)
         self.T_query = None if T is None else inverse_transpose(T)
         self.window_size = 64 if keep is None else keep + flush
         window = lambda size: [torch.zeros(batch, heads, size, d, dtype=dtype, device=device) for _ in "kv"]
@@ -752,16 +842,18 @@ def fingerprint(folder: Path) -> str:
             digest.update(tensor.contiguous().view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()[:16]
 
+SIDECAR = ("transform", "group", "refine")      # flags that a transforms file was made with
+
 def save_transforms(path: str, T: dict[str, Tensor], about: dict) -> None:
-    """Write {"k": T_K, "v": T_V}, the file that serving reads, and PATH.json: what it was made from."""
-    torch.save({side: T[side].cpu() for side in "kv"}, path)
+    """Write `derive`'s {"k": T_K, "v": T_V, ...}, the file that serving reads, and PATH.json: made from what."""
+    torch.save({key: tensor.cpu() for key, tensor in T.items()}, path)
     Path(path + ".json").write_text(json.dumps(about, indent=2) + "\n")
 
 def read_sidecar(path: str) -> dict:
     """Read what a transforms file was made from; {} and a note on stderr if nothing says it."""
     if Path(path + ".json").exists():
         made = read_json(Path(path + ".json"))
-        lacks = {"model", "fingerprint", "transform", "group"} - made.keys()
+        lacks = {"model", "fingerprint", *SIDECAR} - made.keys() - {"refine"}      # older files have no "refine"
         refuse_if(lacks, f"{path}.json does not say its {', '.join(sorted(lacks))}")
         return made
     print(f"note: without {path}.json nothing says which model {path} was made for", file=sys.stderr)
@@ -772,18 +864,20 @@ def load_transforms(path: str, config, device="cpu") -> dict[str, Tensor]:
     want = config.num_hidden_layers, config.num_key_value_heads, config.head_dim
     try:
         T = torch.load(path, weights_only=True, map_location=device)
-        T = {side: T[side].to_dense() for side in "kv"}
+        keys = [key for key in ("k_feedback", "v_feedback") if key in T]
+        T = {key: T[key].to_dense() for key in ["k", "v"] + keys}
     except Exception as e:       # by where a file is cut or what it holds, half a dozen types
         raise ValueError(f"{path} cannot be read as a transforms file ({type(e).__name__})") from e
-    for side, t in T.items():
+    for key, t in T.items():
         l, g, n, m, rows = t.shape if t.dim() == 5 else (0,) * 5
         refuse_if((l, g, n * m) != want or rows != m,
                   f"{path} holds transforms of shape {tuple(t.shape)}, not of the model's {want[0]} layers, "
                   f"{want[1]} KV heads and head_dim {want[2]}")
         finite = t.is_floating_point() and t.isfinite().all()
         refuse_if(not finite, f"{path} holds numbers that are not finite or not floating point")
-        T[side] = t = t.float()
-        refuse_if((torch.linalg.matrix_rank(t) < m).any(), f"{path} holds transforms that do not invert")
+        T[key] = t = t.float()
+        singular = key in "kv" and (torch.linalg.matrix_rank(t) < m).any()
+        refuse_if(singular, f"{path} holds transforms that do not invert")
     return T
 
 
@@ -811,22 +905,22 @@ def view_attention(q: Tensor, k: Tensor, v: Tensor, k_hat: Tensor, v_hat: Tensor
     mask = torch.cat([causal & ~view, causal & view], 1)[None, None]
     return causal_attention(q, torch.cat([k, k_hat], 2), torch.cat([v, v_hat], 2), mask)
 
-def module_error(model: Model, sequences: list[Tensor], transforms: dict[str, dict], k_codec: Codec,
-                 v_codec: Codec, sink: int = 0) -> dict[str, tuple[float, float]]:
+def module_error(model: Model, sequences: list[Tensor], schemes: dict[str, Scheme],
+                 sink: int = 0) -> dict[str, tuple[float, float]]:
     """Measure the relative squared error of the attention modules' outputs: {name: (value, standard error)}.
 
     Each layer gets exact activations; all keys and values but the first `sink` are quantized. Squared error
     after the output projection over squared norm, per layer and sequence; geometric mean over layers, mean
     over sequences.
     """
-    ratios = {name: torch.zeros(len(sequences), model.config.num_hidden_layers) for name in transforms}
+    ratios = {name: torch.zeros(len(sequences), model.config.num_hidden_layers) for name in schemes}
 
     def compare(i, l, q, k, v):
         o = causal_attention(q, k, v)
         exact = project_out(model, l, o).double()
-        for name, T in transforms.items():
-            hats = [torch.cat([x[:, :, :sink], roundtrip(x, T[side][l], codec)[:, :, sink:]], 2)
-                    for side, x, codec in (("k", k, k_codec), ("v", v, v_codec))]
+        for name, scheme in schemes.items():
+            hats = [torch.cat([x[:, :, :sink], roundtrip(x, *scheme.of(side, l))[:, :, sink:]], 2)
+                    for side, x in (("k", k), ("v", v))]
             error = project_out(model, l, causal_attention(q, *hats)).double() - exact
             ratios[name][i, l] = error.square().sum() / exact.square().sum()
         return o
@@ -848,8 +942,8 @@ def divergence(model: Model, hidden: dict[str, Tensor], ids: Tensor) -> dict[str
             sums[name] += torch.stack([nll.double().sum(), kl.double().sum(), same.double().sum()])
     return {name: total / (len(ids) - 1) for name, total in sums.items()}
 
-def perplexity(model: Model, sequences: list[Tensor], transforms: dict[str, dict], k_codec: Codec,
-               v_codec: Codec, sink: int = 16, keep: int = 128, flush: int = 16, chunk: int = 16) -> dict:
+def perplexity(model: Model, sequences: list[Tensor], schemes: dict[str, Scheme], sink: int = 16,
+               keep: int = 128, flush: int = 16, chunk: int = 16) -> dict:
     """Score sequences (t,) as if fed in calls of `chunk` tokens through the windows; "none" is unquantized.
 
     Returns {name: {"perplexity", "kl", "same_top1": (value, standard error)}}: the mean KL divergence, in
@@ -861,9 +955,9 @@ def perplexity(model: Model, sequences: list[Tensor], transforms: dict[str, dict
         ids = ids.to(model.inv_freq.device)
         view = quantized_view(len(ids), sink, keep, flush, chunk, ids.device)
         hidden = {"none": forward(model, ids[None], lambda l, *qkv: causal_attention(*qkv))[0]}
-        for name, T in transforms.items():
+        for name, scheme in schemes.items():
             hidden[name] = forward(model, ids[None], lambda l, q, k, v: view_attention(
-                q, k, v, roundtrip(k, T["k"][l], k_codec), roundtrip(v, T["v"][l], v_codec), view))[0]
+                q, k, v, roundtrip(k, *scheme.of("k", l)), roundtrip(v, *scheme.of("v", l)), view))[0]
         rows.append(divergence(model, hidden, ids))
     result = {}
     for name in rows[0]:
@@ -876,13 +970,17 @@ def perplexity(model: Model, sequences: list[Tensor], transforms: dict[str, dict
 # ------------------------------------------------------------------------------------------------------------
 # Generation through the cache.
 
-def new_cache(model: Model, batch: int = 1, T_K: Tensor | None = None, k_codec=Codec(16), v_codec=Codec(16),
-              sink: int = 16, keep: int | None = None, flush: int = 16) -> list[WindowCache]:
-    """Make the caches of all layers, by default ordinary 16-bit ones. T_K is (l, g, n, m, m)."""
+def new_cache(model: Model, batch: int = 1, scheme: Scheme | None = None, sink: int = 16,
+              keep: int | None = 128, flush: int = 16) -> list[WindowCache]:
+    """Make the caches of all layers: of a scheme, for the model with its values folded, or ordinary ones."""
     c, like = model.config, model.weights["model.embed_tokens.weight"]
-    transforms = [None] * c.num_hidden_layers if T_K is None else T_K.to(like.device)
-    return [WindowCache(batch, c.num_key_value_heads, c.head_dim, T, k_codec, v_codec, sink, keep, flush,
-                        like.dtype, like.device) for T in transforms]
+    scheme, keep = (Scheme(Codec(16), Codec(16), {}), None) if scheme is None else (scheme, keep)
+    caches = []
+    for l in range(c.num_hidden_layers):
+        (T, k_codec, k_push), (_, v_codec, v_push) = scheme.of("k", l), scheme.of("v", l)
+        caches.append(WindowCache(batch, c.num_key_value_heads, c.head_dim, T, k_codec, v_codec, sink, keep,
+                                  flush, like.dtype, like.device, k_push, v_push))
+    return caches
 
 def feed(model: Model, cache: list[WindowCache], ids: Tensor, pad: list[int] | None = None) -> Tensor:
     """Run ids (b, t), the rows' next tokens after `pad` columns of padding, through the cache."""
@@ -980,7 +1078,8 @@ def cache_bytes(config, tokens: int, dtype=torch.bfloat16, **how) -> float:
 
 BUNDLED = Path(__file__).parent / "tiny-qwen3"
 DATA_FREE = ["identity", "hadamard"]
-COMPARED = dict(error=[*TRANSFORMS], ppl=["hadamard", "oscar", "wush"], report=["hadamard", "oscar", "wush"])
+COMPARED = dict(error=[*TRANSFORMS], ppl=["hadamard", "oscar", "wush"], report=["hadamard", "oscar", "wush"],
+                ablation=[])
 DATASETS = {"fineweb-edu": ("HuggingFaceFW/fineweb-edu", "sample-10BT", "train"),
             "wikitext2": ("Salesforce/wikitext", "wikitext-2-raw-v1", "test")}
 
@@ -991,12 +1090,15 @@ def option(default, help: str, kind: type = str, choices=None, low=-math.inf, hi
 @dataclasses.dataclass(frozen=True)
 class Options:
     model: str = option(str(BUNDLED), "folder or hub id of a Qwen3 or Llama checkpoint (the bundled one)")
-    task: str = option("report", "what to do", choices=("report", "calibrate", "generate", "error", "ppl"))
+    task: str = option("report", "what to do", 
+                        choices=("report", "calibrate", "generate", "error", "ppl", "ablation"))
     bits: int | None = option(None, "bits of keys and values; 2 if no width is given, 16 is off", int, BITS)
     k_bits: int | None = option(None, "bits of the keys; 2 if only --v-bits is given", int, BITS)
     v_bits: int | None = option(None, "bits of the values; 2 if only --k-bits is given", int, BITS)
     group: int | None = option(None, "channels that share a scale and a transform block (a head)", int, low=4)
     transform: str = option("wush", "transform to generate with and to save", choices=TRANSFORMS)
+    refine: str = option("all", f"what to add to the paper's wush: {', '.join(REFINEMENTS)}, joined by commas; "
+                         "all; or off")
     quantizer: str = option("quest", "rule that places the levels", choices=QUANTIZERS)
     clip_k: float = option(0.96, "affine: share of a key group left unclipped", float, low=0, high=1)
     clip_v: float = option(0.92, "affine: share of a value group left unclipped", float, low=0, high=1)
@@ -1026,10 +1128,34 @@ class Options:
                         choices=("auto", "float32", "bfloat16", "float16"))
     json: str | None = option(None, "file to write the figures to as well")
 
-def codecs(o: Options) -> tuple[Codec, Codec]:
+def codecs(o: Options, refine: Iterable[str] = ()) -> tuple[Codec, Codec]:
     """Make the codecs of keys and of values."""
-    return (Codec(o.k_bits or o.bits or 2, o.quantizer, o.clip_k, o.group),
-            Codec(o.v_bits or o.bits or 2, o.quantizer, o.clip_v, o.group))
+    def codec(bits, clip):
+        if o.quantizer == "affine":
+            return Codec(bits, "affine", clip, o.group)
+        return Codec(bits, "centred" if "offset" in refine else o.quantizer,
+                     WIDENED.get(bits, 1.0) if "step" in refine else 1.0, o.group)
+    return codec(o.k_bits or o.bits or 2, o.clip_k), codec(o.v_bits or o.bits or 2, o.clip_v)
+
+def refinement(o: Options) -> list[str]:
+    """List the parts of --refine that apply: to wush and wush_a, and to the affine rule its first two."""
+    parts = {"all": [*REFINEMENTS], "off": []}.get(o.refine, o.refine.split(","))
+    unknown = [part for part in parts if part not in REFINEMENTS]
+    refuse_if(unknown, f"--refine {o.refine}: its parts are {', '.join(REFINEMENTS)}, or all, or off")
+    if o.transform not in ("wush", "wush_a"):
+        return []
+    return [part for part in parts if o.quantizer != "affine" or part in ("feedback", "exponent")]
+
+def wanted(o: Options) -> tuple[dict[str, tuple], str]:
+    """Name each scheme that the task needs, with its transform and refinements, and the one to generate with."""
+    parts = refinement(o)
+    served = "refined" if parts else o.transform
+    schemes = {name: (name, []) for name in COMPARED.get(o.task, [])}
+    if o.task == "ablation":
+        schemes = {"paper": []} | {part: [part] for part in parts}
+        schemes |= {f"no {part}": [p for p in parts if p != part] for part in parts}
+        schemes = {name: (o.transform, chosen) for name, chosen in schemes.items()}
+    return schemes | {served: (o.transform, parts)}, served
 
 def parse(argv: list[str] | None) -> Options:
     """Make the flags from Options, parse them, and refuse what the flags alone show to be wrong."""
@@ -1046,6 +1172,10 @@ def parse(argv: list[str] | None) -> Options:
         value, low, high = getattr(o, f.name), f.metadata["low"], f.metadata["high"]
         if f.metadata["kind"] in (int, float) and value is not None and not low <= value <= high:
             parser.error(f"--{f.name.replace('_', '-')} {value} is not between {low} and {high}")
+    try:
+        refinement(o)
+    except ValueError as e:
+        parser.error(str(e))
     if o.bits is not None and (o.k_bits is not None or o.v_bits is not None):
         parser.error("--bits sets both sides: give it, or --k-bits and --v-bits")
     if o.save and all(codec.bits == 16 for codec in codecs(o)):
@@ -1113,8 +1243,8 @@ class Job(NamedTuple):
     options: Options
     model: Model
     tokenizer: object
-    codecs: tuple[Codec, Codec]                # of keys and of values
-    transforms: dict[str, dict[str, Tensor]]   # {"k", "v"} by name; none at 16 bits
+    schemes: dict[str, Scheme]                 # by name; none at 16 bits
+    served: str                                # the scheme to generate with
     texts: list[Tensor]                        # evaluation sequences
     prompt: list[int]
     eos: list[int]
@@ -1135,31 +1265,35 @@ def prepare(o: Options) -> Job:
     small_files = "*.json", "*.txt", "*.model", "*.jinja"
     folder = fetch(o.model, *small_files)
     config, made = read_config(folder, o.yarn), read_sidecar(o.transforms) if o.transforms else {}
-    o = dataclasses.replace(o, transform=made.get("transform", o.transform), group=made.get("group", o.group))
+    given = load_transforms(o.transforms, config, device) if o.transforms else {}
+    if given:                                  # without a sidecar, only a file with feedback is refined
+        by_file = "off" if made or "k_feedback" not in given else o.refine
+        o = dataclasses.replace(o, **{"refine": by_file} | {key: made[key] for key in made.keys() & SIDECAR})
     d = config.head_dim
     refuse_if(o.group and d % o.group, f"--group {o.group} does not divide the head_dim {d}")
-    (k_codec, v_codec), tokenizer, eos = codecs(o), read_tokenizer(folder, config), end_tokens(folder)
-    names = [*dict.fromkeys(COMPARED.get(o.task, []) + [o.transform])]
-    if k_codec.bits == v_codec.bits == 16:
-        names = []
-    elif o.transforms:                         # without a calibration only these can be compared with it
-        names = [name for name in names if name in DATA_FREE and name != o.transform]
-    prompt, texts, calib, source = read_inputs(o, folder, config, tokenizer, names)
+    tokenizer, eos, (schemes, served) = read_tokenizer(folder, config), end_tokens(folder), wanted(o)
+    if all(codec.bits == 16 for codec in codecs(o)):
+        schemes = {}
+    elif given:                                # without a calibration only these can be compared with it
+        schemes = {name: how for name, how in schemes.items() if name in (*DATA_FREE, served)}
+    calibrates = not given and any(name not in DATA_FREE for name, _ in schemes.values())
+    prompt, texts, calib, source = read_inputs(o, folder, config, tokenizer, schemes, calibrates)
     folder = fetch(o.model, *small_files, "*.safetensors")
     about = {"model": o.model, "fingerprint": fingerprint(folder), "transform": o.transform, "group": o.group,
-             "calibration_text": source, "calibration_tokens": sum(map(len, calib))}
+             "refine": o.refine, "calibration_text": source, "calibration_tokens": sum(map(len, calib))}
     if made and made["fingerprint"] != about["fingerprint"]:
         raise ValueError(f"{o.transforms} was made for {made['model']}, weights {made['fingerprint']}, not "
                          f"for {o.model}, weights {about['fingerprint']}")
-    given = {o.transform: load_transforms(o.transforms, config, device)} if o.transforms else {}
     model = load_model(folder, config, dtype, device)
-    moments = calibrate(model, calib, "wush_a" in names) if names else {}
-    transforms = {name: derive(moments, name, o.group) for name in names} | given
-    if o.save:
-        save_transforms(o.save, transforms[o.transform], about)
-    return Job(o, model, tokenizer, (k_codec, v_codec), transforms, texts, prompt, eos)
+    moments = calibrate(model, calib, any(name == "wush_a" for name, _ in schemes.values())) if schemes else {}
+    for name, (transform, parts) in schemes.items():
+        tensors = given if given and name == served else derive(moments, transform, o.group, parts)
+        if o.save and name == served:
+            save_transforms(o.save, tensors, about)
+        schemes[name] = Scheme(*codecs(o, parts), tensors)
+    return Job(o, model, tokenizer, schemes, served, texts, prompt, eos)
 
-def read_inputs(o: Options, folder: Path, config, tokenizer, names: list[str]) -> tuple:
+def read_inputs(o: Options, folder: Path, config, tokenizer, quantizes: bool, calibrates: bool) -> tuple:
     """Tokenize what the task reads: prompt, evaluation and calibration sequences, their source last."""
     own = lambda file, dataset: str(folder / file) if (folder / file).is_file() else dataset
     prompt, texts, calib, lengths = [], [], [], {}
@@ -1168,12 +1302,12 @@ def read_inputs(o: Options, folder: Path, config, tokenizer, names: list[str]) -
         lengths["prompt and --max-new-tokens"] = len(prompt) + o.max_new_tokens
     if o.task in COMPARED:
         lengths["--eval-len"] = o.eval_len
-    if calibrates := bool(set(names) - set(DATA_FREE)):
+    if calibrates:
         lengths["--calib-len"] = o.calib_len
     for what, length in lengths.items():
         refuse_if(length > config.max_position_embeddings,
                   f"{what}: {length} tokens are over the model's {config.max_position_embeddings} positions")
-    refuse_if(names and o.task in ("ppl", "report") and o.eval_len <= o.sink + o.keep + o.flush,
+    refuse_if(quantizes and o.task in ("ppl", "report", "ablation") and o.eval_len <= o.sink + o.keep + o.flush,
               f"--eval-len {o.eval_len} fits into the windows: nothing would be quantized")
     if o.task in COMPARED:
         text = o.eval or own("eval.txt", "wikitext2")
@@ -1187,10 +1321,9 @@ def serve(job: Job, quantized: bool) -> tuple[Model, Callable]:
     """Return the model, values folded if they are quantized, and what makes an empty cache for it."""
     if not quantized:
         return job.model, partial(new_cache, job.model)
-    o, (k_codec, v_codec), T = job.options, job.codecs, job.transforms[job.options.transform]
-    model = job.model if v_codec.bits == 16 else fold_values(job.model, T["v"])
-    T_K = None if k_codec.bits == 16 else T["k"]
-    return model, partial(new_cache, model, 1, T_K, k_codec, v_codec, o.sink, o.keep, o.flush)
+    o, scheme = job.options, job.schemes[job.served]
+    model = fold_values(job.model, scheme.tensors["v"]) if scheme.v_codec.bits < 16 else job.model
+    return model, partial(new_cache, model, 1, scheme, o.sink, o.keep, o.flush)
 
 def continuation(job: Job, model: Model, cache: list[WindowCache]) -> Iterable[str]:
     """Yield the text that continues the prompt, piece by piece."""
@@ -1201,7 +1334,7 @@ def continuation(job: Job, model: Model, cache: list[WindowCache]) -> Iterable[s
 
 def generate_task(job: Job) -> dict:
     """Print the continuation as it comes."""
-    name, pieces = job.options.transform if job.transforms else "none", []
+    name, pieces = job.served if job.schemes else "none", []
     model, empty_cache = serve(job, name != "none")
     for piece in continuation(job, model, empty_cache()):
         print(piece, end="", flush=True)
@@ -1221,7 +1354,7 @@ def shown(value: float, error: float) -> str:
 def error_task(job: Job, sink: int | None = None) -> dict:
     """Measure and print the module error of every transform."""
     sink = job.options.sink if sink is None else sink
-    errors = module_error(job.model, job.texts, job.transforms, *job.codecs, sink)
+    errors = module_error(job.model, job.texts, job.schemes, sink)
     print(f"module error, relative and squared, {sink} sink tokens exact, no recent window")
     for name, figure in errors.items():
         print(f"    {name:10} {shown(*figure)}")
@@ -1230,7 +1363,7 @@ def error_task(job: Job, sink: int | None = None) -> dict:
 def ppl_task(job: Job) -> dict:
     """Measure and print perplexity and divergence of every transform through the windows."""
     o = job.options
-    scores = perplexity(job.model, job.texts, job.transforms, *job.codecs, o.sink, o.keep, o.flush)
+    scores = perplexity(job.model, job.texts, job.schemes, o.sink, o.keep, o.flush)
     print(f"through windows {o.sink}/{o.keep}/{o.flush}:")
     print(f"    {'':10} {'perplexity':19} {'KL, nats':19} same top-1")
     for name, row in scores.items():
@@ -1239,12 +1372,12 @@ def ppl_task(job: Job) -> dict:
 
 def memory_task(job: Job) -> dict:
     """Measure and print what the bfloat16 cache of one evaluation sequence holds."""
-    o, c, (k_codec, v_codec) = job.options, job.model.config, job.codecs
+    o, c, (k_codec, v_codec) = job.options, job.model.config, codecs(job.options)
     elements = 2 * c.num_hidden_layers * c.num_key_value_heads * c.head_dim          # of a token
-    codecs = {"k_codec": k_codec, "v_codec": v_codec}
-    keep = o.keep if job.transforms else None
-    held = cache_bytes(c, o.eval_len, sink=o.sink, keep=keep, flush=o.flush, **codecs)
-    short, long = (cache_bytes(c, n, sink=0, keep=0, flush=1, **codecs) for n in (4096, 8192))
+    sides = {"k_codec": k_codec, "v_codec": v_codec}
+    keep = o.keep if job.schemes else None
+    held = cache_bytes(c, o.eval_len, sink=o.sink, keep=keep, flush=o.flush, **sides)
+    short, long = (cache_bytes(c, n, sink=0, keep=0, flush=1, **sides) for n in (4096, 8192))
     packed = 2 * long - short                            # bytes of each further token: the windows drop out
     bits, packed_bits = 8 * held / elements, 8 * packed / elements
     print(f"KV cache, bytes per token: {2 * elements} in 16 bits; {packed:.0f} once packed, with scales "
@@ -1253,7 +1386,7 @@ def memory_task(job: Job) -> dict:
 
 def report_task(job: Job) -> dict:
     """Print the whole story, unquantized and quantized: memory, error, perplexity, speed and text."""
-    o, c, (k_codec, v_codec) = job.options, job.model.config, job.codecs
+    o, c, (k_codec, v_codec) = job.options, job.model.config, codecs(job.options)
     heads = f"{c.num_attention_heads} query heads, {c.num_key_value_heads} KV heads of {c.head_dim}"
     widths = f"{k_codec.bits}-bit keys, {v_codec.bits}-bit values"
     name = Path(o.model).resolve().name if Path(o.model).is_dir() else o.model
@@ -1262,7 +1395,7 @@ def report_task(job: Job) -> dict:
     figures |= error | ppl | {"standard_error": error["standard_error"] | ppl["standard_error"]}
     figures |= {"tokens_per_second": {}, "text": {}}
     context = job.texts[0][:c.max_position_embeddings - 52].to(job.model.inv_freq.device)
-    for name in ("none", o.transform) if job.transforms else ("none",):
+    for name in ("none", job.served) if job.schemes else ("none",):
         model, empty_cache = serve(job, name != "none")
         figures["tokens_per_second"][name] = speed = decode_speed(model, empty_cache(), context)
         figures["text"][name] = text = "".join(continuation(job, model, empty_cache()))
@@ -1270,7 +1403,7 @@ def report_task(job: Job) -> dict:
     return figures
 
 TASKS = {"report": report_task, "calibrate": lambda job: {}, "generate": generate_task, "error": error_task,
-         "ppl": ppl_task}
+         "ppl": ppl_task, "ablation": ppl_task}
 
 def main(argv: list[str] | None = None) -> None:
     start, o = time.perf_counter(), parse(argv)
@@ -1279,7 +1412,7 @@ def main(argv: list[str] | None = None) -> None:
     except (ValueError, OSError) as e:
         sys.exit(f"wush_kv: {e}")
     o = job.options
-    figures = {"model": o.model, "bits": o.bits, "k_bits": job.codecs[0].bits, "v_bits": job.codecs[1].bits}
+    figures = {"model": o.model, "bits": o.bits, "k_bits": codecs(o)[0].bits, "v_bits": codecs(o)[1].bits}
     figures |= TASKS[o.task](job)
     figures["seconds"] = time.perf_counter() - start
     if o.json:
