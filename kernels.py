@@ -117,7 +117,7 @@ def encode_ref(x: Tensor, T: Tensor | None, bits: int, rule: str, clip: float,
         offset, highest = y.clamp(-tau, tau).aminmax(dim=-1, keepdim=True)
         scale = (highest - offset) / top
     else:
-        middle = mean(y) if rule == "centred" else -0.0         # adding -0.0 changes nothing, 0.0 the sign of -0.0
+        middle = mean(y) if rule == "centred" else -0.0         # unlike 0.0, changes no sign
         peak = (y - middle).abs().amax(-1, keepdim=True)        # as squares may under- or overflow
         ratio = (y - middle) / torch.where(peak > 0, peak, 1)
         rms, alpha = peak * mean(ratio.square()).sqrt(), clip * GAUSSIAN_CLIP[bits]
@@ -720,10 +720,10 @@ def compile_decode(cc: int, d: int, bits: tuple[int, int], fast: bool, rows: int
 
 def compile_encode(cc: int, d: int, bits: int, rule: str, transform: bool, feedback: bool = False):
     """Compile `_encode_kernel` as `encode` calls it."""
-    arguments = dict(x_ptr="*bf16", t_ptr="*fp32", push_ptr="*fp32", codes_ptr="*u8", pair_ptr="*i32", stride=("i32",) * 4,
-                     n="i32", G="i32")
-    constants = dict(RANK=d - 5, ALPHA=0 if rule == "affine" else GAUSSIAN_CLIP[bits], CENTRED=rule == "centred",
-                     D=d, BITS=bits, TRANSFORM=transform, FEEDBACK=feedback, BLOCK=16, CHUNK=16)
+    arguments = dict(x_ptr="*bf16", t_ptr="*fp32", push_ptr="*fp32", codes_ptr="*u8", pair_ptr="*i32",
+                     stride=("i32",) * 4,                     n="i32", G="i32")
+    constants = dict(RANK=d - 5, ALPHA=0 if rule == "affine" else GAUSSIAN_CLIP[bits],
+                     CENTRED=rule == "centred", D=d, BITS=bits, TRANSFORM=transform, FEEDBACK=feedback, BLOCK=16, CHUNK=16)
     return compile_for(cc, _encode_kernel, arguments, constants)
 
 

@@ -66,7 +66,7 @@ def sizes(*choices):
 seeds, powers = st.integers(0, 2 ** 32 - 1), st.floats(-12, 12)
 widths, clips, groups = sizes(2, 3, 4, 8), sizes(0.92, 0.96, 1.0), sizes(None, 16)
 codecs = st.builds(W.Codec, widths, sizes(*W.QUANTIZERS), clips, groups)
-fixed_codecs = st.builds(W.Codec, widths, sizes("quest", "affine"), clips, groups)    # offset fixed before codes
+fixed_codecs = st.builds(W.Codec, widths, sizes("quest", "affine"), clips, groups)    # pair before codes
 
 
 def normal(seed, *shape):
@@ -537,22 +537,22 @@ def moments_by_hand(theirs, ids):
     return moments
 
 
-def test_calibrate_counts_what_transformers_caches_and_attends_with():
+def test_collected_moments_count_what_transformers_caches_and_attends_with():
     """P41: keys as in a DynamicCache, after QK-norm and RoPE. Two float32 forward passes agree to 1e-5."""
     (theirs, ours), sequences = tiny_pair(), (integers(0, 256, 23), integers(1, 256, 40))
-    found = W.calibrate(ours, sequences, attention_aware=True)
+    found = W.collect_moments(ours, sequences, attention_aware=True)
     a, b = (moments_by_hand(theirs, ids) for ids in sequences)
-    assert found.keys() == a.keys() and W.calibrate(ours, []).keys() == a.keys() - {"q_attn", "o_attn"}
+    assert found.keys() == a.keys() and W.collect_moments(ours, []).keys() == a.keys() - {"q_attn", "o_attn"}
     for name, S in found.items():
         expected = a["o"] if name == "o" else a[name] + b[name]
         assert S.dtype == torch.float64
         assert all(close(S[i], expected[i], 1e-5) for i in np.ndindex(2, 2)), name
 
 
-def test_calibrate_adds_up_over_sequences_in_any_order():
+def test_collected_moments_add_up_over_sequences_in_any_order():
     """All but o, of weights only. Values carry no position: joined, layer 0 has the same, but other keys."""
     model, (a, b) = tiny_pair()[1], (integers(2, 256, 17), integers(3, 256, 30))
-    run = lambda *sequences: W.calibrate(model, sequences, attention_aware=True)
+    run = lambda *sequences: W.collect_moments(model, sequences, attention_aware=True)
     both, swapped, first, second, joined = run(a, b), run(b, a), run(a), run(b), run(torch.cat([a, b]))
     for name, S in both.items():
         assert close(S, swapped[name], 1e-13)
@@ -568,7 +568,7 @@ def test_every_query_head_counts_for_its_group_and_their_order_does_not(name):
 
     def TT(changed):
         ours = model._replace(weights=weights | changed)
-        T = W.derive(W.calibrate(ours, [integers(4, 256, 60)], attention_aware=True), name)
+        T = W.derive(W.collect_moments(ours, [integers(4, 256, 60)], attention_aware=True), name)
         return torch.stack([moment(T[side].double()) for side in "kv"], 1)   # (l, side, g, n, m, m)
 
     T, reordered = TT({}), {}
@@ -703,7 +703,8 @@ def test_logits_equal_transformers_in_bfloat16(tmp_path):
     ids, T = tokens(2, 120), transforms(model, condition=4.0)
     want = reference(hf.bfloat16(), ids).float()
     folded = W.fold_values(model, T)
-    for m, cache in (model, W.new_cache(model, 2)), (folded, W.new_cache(folded, 2, scheme(T, OFF, OFF), **WINDOWS)):
+    cache = W.new_cache(folded, 2, scheme(T, OFF, OFF), **WINDOWS)
+    for m, cache in (model, W.new_cache(model, 2)), (folded, cache):
         assert all(c.recent[0].dtype == torch.bfloat16 for c in cache)
         assert distance(fed(m, cache, ids, [60] + [1] * 60), want) < 3e-2 * want.abs().max()
 
@@ -1049,7 +1050,7 @@ def test_qwen3_8b_shapes_are_calibrated_folded_quantized_and_decoded(tmp_path):
     hf.config.save_pretrained(tmp_path)
     config = W.read_config(tmp_path)
     model = W.Model(config, dict(hf.state_dict()), *W.rope_frequencies(config))
-    T = W.derive(W.calibrate(model, [tokens(96)]), "wush")
+    T = W.derive(W.collect_moments(model, [tokens(96)]), "wush")
     assert T["k"].shape == (2, 8, 1, 128, 128)
     folded, ids, out = W.fold_values(model, T["v"]), tokens(1, 64, seed=9), {}
     for bits in 16, 2:
@@ -1121,7 +1122,7 @@ def refusal(args, capsys):
 
 @pytest.fixture
 def no_weights(monkeypatch):
-    for name in "load_model", "calibrate":
+    for name in "load_model", "collect_moments":
         monkeypatch.setattr(W, name, lambda *_: pytest.fail("weights were read before the refusal"))
 
 ROPE, FULL, SLIDING, LINEAR = {"rope_theta": 1e6}, "full_attention", "sliding_attention", "linear_attention"
@@ -1225,9 +1226,9 @@ def report(shelf, tmp_path_factory):
     """The whole report at 2 bits, and what it calibrated, computed here."""
     out, model = tmp_path_factory.mktemp("out"), load(shelf.folder)
     ids = torch.tensor(shelf.tokenizer(Path(shelf.text).read_text())["input_ids"])
-    moments = W.calibrate(model, list(ids[:128].split(64)))
-    schemes = {"wush": W.Scheme(TWO, TWO, W.derive(moments, "wush")),
-               "refined": W.Scheme(*[Codec(2, "centred", 1.3)] * 2, W.derive(moments, "wush", None, W.REFINEMENTS))}
+    moments = W.collect_moments(model, list(ids[:128].split(64)))
+    codec, tensors = Codec(2, "centred", 1.3), W.derive(moments, "wush", refine=W.REFINEMENTS)
+    schemes = {"wush": W.Scheme(TWO, TWO, W.derive(moments, "wush")), "refined": W.Scheme(codec, codec, tensors)}
     found = figures(shelf, out, "--bits", 2, "--save", out / "WUSH.pt")
     texts = list(ids[:400].split(200))
     return SimpleNamespace(figures=found, file=out / "WUSH.pt", model=model, schemes=schemes,

@@ -113,7 +113,7 @@ def wush(gram: Tensor, hess: Tensor, m: int | None = None, damping: float = 1e-2
     c = (mean_diagonal(M) / mean_diagonal(T @ M @ T.mT)).sqrt()
     return c * T
 
-TRANSFORMS = {   # name: rule, then the names of `calibrate`'s (Gram, Hessian) for the keys and for the values
+TRANSFORMS = {   # name: rule, then which of `collect_moments` are Gram and Hessian of the keys and of the values
     "identity": (identity, ("k", "q"), ("v", "o")),
     "hadamard": (rotate, ("k", "q"), ("v", "o")),
     "oscar": (oscar, ("k", "q"), ("v", "v_oscar")),
@@ -137,8 +137,8 @@ def feedback(T: Tensor, hess: Tensor, free_mean: bool = False, damping: float = 
     UᵀU = (H' + γ tr(H')/m I)⁻¹, U upper, F = diag(U)⁻¹ U − I: if channel i misses by e_i once y_j −= e_i F_ij
     has been done for every j > i, the loss is Σ D_ii e_i², each channel's own. This is GPTQ's step (arXiv
     2210.17323), or Babai's nearest plane (arXiv 2507.18553), on a token. A fine grid of step Δ loses Δ²/12 Σ
-    D_ii: never more than the Δ²/12 tr(H') of plain rounding, and as much where H' is diagonal. `free_mean`: an
-    error's mean over the channels costs nothing, because the offset takes it up.
+    D_ii: never more than the Δ²/12 tr(H') of plain rounding, and as much where H' is diagonal. `free_mean`:
+    an error's mean over the channels costs nothing, because the offset takes it up.
     """
     inverse, m = torch.linalg.inv(T.double()), T.shape[-1]
     I = torch.eye(m, dtype=torch.float64, device=T.device)
@@ -151,7 +151,7 @@ def feedback(T: Tensor, hess: Tensor, free_mean: bool = False, damping: float = 
     return (U / U.diagonal(dim1=-2, dim2=-1)[..., None]).triu(1)
 
 def derive(moments: dict[str, Tensor], name: str, m: int | None = None, refine=()) -> dict[str, Tensor]:
-    """Derive transforms from `calibrate`'s moments: {"k": T_K, "v": T_V}, each (l, g, n, m, m), float32.
+    """Derive transforms from collected moments: {"k": T_K, "v": T_V}, each (l, g, n, m, m), float32.
 
     `refine` names REFINEMENTS, for WUSH only; with "feedback" F joins as "k_feedback" and "v_feedback".
     """
@@ -284,8 +284,8 @@ class Scheme(NamedTuple):
     tensors: dict[str, Tensor]
 
     def of(self, side: str, l: int) -> tuple[Tensor | None, Codec, Tensor | None]:
-        """Return T (g, n, m, m), the codec and F of layer l's keys "k" or values "v", None for what is not there."""
-        T, push = (None if (x := self.tensors.get(side + what)) is None else x[l] for what in ("", "_feedback"))
+        """Return T (g, n, m, m), codec and F of layer l's keys "k" or values "v"; None for what is missing."""
+        T, push = (None if (x := self.tensors.get(key)) is None else x[l] for key in (side, side + "_feedback"))
         return T, self.k_codec if side == "k" else self.v_codec, push
 
 
@@ -394,7 +394,8 @@ class WindowCache:
 
     def __init__(self, batch: int, heads: int, d: int, T: Tensor | None = None, k_codec: Codec = Codec(),
                  v_codec: Codec = Codec(), sink: int = 16, keep: int | None = 128, flush: int = 16,
-                 dtype=torch.float32, device="cpu", k_push: Tensor | None = None, v_push: Tensor | None = None):
+                 dtype=torch.float32, device="cpu", k_push: Tensor | None = None,
+                 v_push: Tensor | None = None):
         if sink < 0 or flush < 1 or (keep or 0) < 0:
             raise ValueError(f"windows need sink >= 0, keep >= 0 and flush >= 1, not {sink}, {keep}, {flush}")
         self.sink, self.keep, self.flush_size = (0 if keep is None else sink), keep, flush
@@ -799,7 +800,7 @@ def attention_sensitivity(q: Tensor, k: Tensor, v: Tensor, W: Tensor) -> tuple[T
         p_squared.append(p2.sum(-1))
     return torch.cat(w, -1).double(), torch.cat(p_squared, -1).double()
 
-def calibrate(model: Model, sequences: list[Tensor], attention_aware: bool = False) -> dict[str, Tensor]:
+def collect_moments(model: Model, sequences: list[Tensor], attention_aware: bool = False) -> dict:
     """Sum the second moments of every layer over token sequences (t,): by name, (l, g, d, d) each, float64.
 
     k: Σ k kᵀ; q: 2 Σ_r Σ_t q qᵀ, both after QK-norm and RoPE; v: Σ v vᵀ; o: 2 Σ_r W_O(r) W_O(r)ᵀ. v_oscar: Σ
@@ -845,7 +846,7 @@ def fingerprint(folder: Path) -> str:
 SIDECAR = ("transform", "group", "refine")      # flags that a transforms file was made with
 
 def save_transforms(path: str, T: dict[str, Tensor], about: dict) -> None:
-    """Write `derive`'s {"k": T_K, "v": T_V, ...}, the file that serving reads, and PATH.json: made from what."""
+    """Write `derive`'s {"k": T_K, "v": T_V, ...}, as serving reads it, and PATH.json: what it was made from."""
     torch.save({key: tensor.cpu() for key, tensor in T.items()}, path)
     Path(path + ".json").write_text(json.dumps(about, indent=2) + "\n")
 
@@ -853,7 +854,7 @@ def read_sidecar(path: str) -> dict:
     """Read what a transforms file was made from; {} and a note on stderr if nothing says it."""
     if Path(path + ".json").exists():
         made = read_json(Path(path + ".json"))
-        lacks = {"model", "fingerprint", *SIDECAR} - made.keys() - {"refine"}      # older files have no "refine"
+        lacks = {"model", "fingerprint", *SIDECAR} - made.keys() - {"refine"}      # absent: off
         refuse_if(lacks, f"{path}.json does not say its {', '.join(sorted(lacks))}")
         return made
     print(f"note: without {path}.json nothing says which model {path} was made for", file=sys.stderr)
@@ -1097,8 +1098,8 @@ class Options:
     v_bits: int | None = option(None, "bits of the values; 2 if only --k-bits is given", int, BITS)
     group: int | None = option(None, "channels that share a scale and a transform block (a head)", int, low=4)
     transform: str = option("wush", "transform to generate with and to save", choices=TRANSFORMS)
-    refine: str = option("all", f"what to add to the paper's wush: {', '.join(REFINEMENTS)}, joined by commas; "
-                         "all; or off")
+    refine: str = option("all", "what to add to the paper's wush: all, off, or some of "
+                         + ",".join(REFINEMENTS))
     quantizer: str = option("quest", "rule that places the levels", choices=QUANTIZERS)
     clip_k: float = option(0.96, "affine: share of a key group left unclipped", float, low=0, high=1)
     clip_v: float = option(0.92, "affine: share of a value group left unclipped", float, low=0, high=1)
@@ -1147,7 +1148,7 @@ def refinement(o: Options) -> list[str]:
     return [part for part in parts if o.quantizer != "affine" or part in ("feedback", "exponent")]
 
 def wanted(o: Options) -> tuple[dict[str, tuple], str]:
-    """Name each scheme that the task needs, with its transform and refinements, and the one to generate with."""
+    """Name the schemes that the task needs, with transform and refinements, and the one to generate with."""
     parts = refinement(o)
     served = "refined" if parts else o.transform
     schemes = {name: (name, []) for name in COMPARED.get(o.task, [])}
@@ -1285,7 +1286,8 @@ def prepare(o: Options) -> Job:
         raise ValueError(f"{o.transforms} was made for {made['model']}, weights {made['fingerprint']}, not "
                          f"for {o.model}, weights {about['fingerprint']}")
     model = load_model(folder, config, dtype, device)
-    moments = calibrate(model, calib, any(name == "wush_a" for name, _ in schemes.values())) if schemes else {}
+    attention_aware = any(name == "wush_a" for name, _ in schemes.values())
+    moments = collect_moments(model, calib, attention_aware) if schemes else {}
     for name, (transform, parts) in schemes.items():
         tensors = given if given and name == served else derive(moments, transform, o.group, parts)
         if o.save and name == served:
@@ -1307,7 +1309,8 @@ def read_inputs(o: Options, folder: Path, config, tokenizer, quantizes: bool, ca
     for what, length in lengths.items():
         refuse_if(length > config.max_position_embeddings,
                   f"{what}: {length} tokens are over the model's {config.max_position_embeddings} positions")
-    refuse_if(quantizes and o.task in ("ppl", "report", "ablation") and o.eval_len <= o.sink + o.keep + o.flush,
+    windowed = quantizes and o.task in ("ppl", "report", "ablation")
+    refuse_if(windowed and o.eval_len <= o.sink + o.keep + o.flush,
               f"--eval-len {o.eval_len} fits into the windows: nothing would be quantized")
     if o.task in COMPARED:
         text = o.eval or own("eval.txt", "wikitext2")
