@@ -721,9 +721,10 @@ def compile_decode(cc: int, d: int, bits: tuple[int, int], fast: bool, rows: int
 def compile_encode(cc: int, d: int, bits: int, rule: str, transform: bool, feedback: bool = False):
     """Compile `_encode_kernel` as `encode` calls it."""
     arguments = dict(x_ptr="*bf16", t_ptr="*fp32", push_ptr="*fp32", codes_ptr="*u8", pair_ptr="*i32",
-                     stride=("i32",) * 4,                     n="i32", G="i32")
+                     stride=("i32",) * 4, n="i32", G="i32")
     constants = dict(RANK=d - 5, ALPHA=0 if rule == "affine" else GAUSSIAN_CLIP[bits],
-                     CENTRED=rule == "centred", D=d, BITS=bits, TRANSFORM=transform, FEEDBACK=feedback, BLOCK=16, CHUNK=16)
+                     CENTRED=rule == "centred", D=d, BITS=bits, TRANSFORM=transform, FEEDBACK=feedback,
+                     BLOCK=16, CHUNK=16)
     return compile_for(cc, _encode_kernel, arguments, constants)
 
 

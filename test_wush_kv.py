@@ -1228,7 +1228,8 @@ def report(shelf, tmp_path_factory):
     ids = torch.tensor(shelf.tokenizer(Path(shelf.text).read_text())["input_ids"])
     moments = W.collect_moments(model, list(ids[:128].split(64)))
     codec, tensors = Codec(2, "centred", 1.3), W.derive(moments, "wush", refine=W.REFINEMENTS)
-    schemes = {"wush": W.Scheme(TWO, TWO, W.derive(moments, "wush")), "refined": W.Scheme(codec, codec, tensors)}
+    schemes = {"wush": W.Scheme(TWO, TWO, W.derive(moments, "wush")),
+               "refined": W.Scheme(codec, codec, tensors)}
     found = figures(shelf, out, "--bits", 2, "--save", out / "WUSH.pt")
     texts = list(ids[:400].split(200))
     return SimpleNamespace(figures=found, file=out / "WUSH.pt", model=model, schemes=schemes,

@@ -113,7 +113,7 @@ def wush(gram: Tensor, hess: Tensor, m: int | None = None, damping: float = 1e-2
     c = (mean_diagonal(M) / mean_diagonal(T @ M @ T.mT)).sqrt()
     return c * T
 
-TRANSFORMS = {   # name: rule, then which of `collect_moments` are Gram and Hessian of the keys and of the values
+TRANSFORMS = {   # name: rule, then which moments are (Gram, Hessian) of the keys and of the values
     "identity": (identity, ("k", "q"), ("v", "o")),
     "hadamard": (rotate, ("k", "q"), ("v", "o")),
     "oscar": (oscar, ("k", "q"), ("v", "v_oscar")),
@@ -284,8 +284,9 @@ class Scheme(NamedTuple):
     tensors: dict[str, Tensor]
 
     def of(self, side: str, l: int) -> tuple[Tensor | None, Codec, Tensor | None]:
-        """Return T (g, n, m, m), codec and F of layer l's keys "k" or values "v"; None for what is missing."""
-        T, push = (None if (x := self.tensors.get(key)) is None else x[l] for key in (side, side + "_feedback"))
+        """Return T (g, n, m, m), codec and F of layer l's keys "k" or values "v", None for the missing."""
+        found = (self.tensors.get(key) for key in (side, side + "_feedback"))
+        T, push = (None if x is None else x[l] for x in found)
         return T, self.k_codec if side == "k" else self.v_codec, push
 
 
@@ -846,7 +847,7 @@ def fingerprint(folder: Path) -> str:
 SIDECAR = ("transform", "group", "refine")      # flags that a transforms file was made with
 
 def save_transforms(path: str, T: dict[str, Tensor], about: dict) -> None:
-    """Write `derive`'s {"k": T_K, "v": T_V, ...}, as serving reads it, and PATH.json: what it was made from."""
+    """Write `derive`'s {"k": T_K, "v": T_V, ...}, as serving reads it, and PATH.json: of what it was made."""
     torch.save({key: tensor.cpu() for key, tensor in T.items()}, path)
     Path(path + ".json").write_text(json.dumps(about, indent=2) + "\n")
 
