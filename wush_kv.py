@@ -900,12 +900,17 @@ def quantized_view(t: int, sink: int, keep: int, flush: int, chunk: int, device=
 def view_attention(q: Tensor, k: Tensor, v: Tensor, k_hat: Tensor, v_hat: Tensor, view: Tensor) -> Tensor:
     """Attend causally, to k_hat and v_hat where `view` (t, t) says so, else to k and v, with one softmax.
 
-    Both versions stand side by side as 2t keys and a mask picks one: a whole sequence in one call, and equal
-    to feeding the cache chunk by chunk.
+    For some queries at a time, what any of them sees of either version stands side by side and a mask picks:
+    equal to feeding the cache chunk by chunk.
     """
-    causal = torch.ones_like(view).tril()
-    mask = torch.cat([causal & ~view, causal & view], 1)[None, None]
-    return causal_attention(q, torch.cat([k, k_hat], 2), torch.cat([v, v_hat], 2), mask)
+    causal, o = torch.ones_like(view).tril(), []
+    for rows in torch.arange(len(view), device=view.device).split(256):
+        exact, hat = causal[rows] & ~view[rows], causal[rows] & view[rows]
+        e, h = exact.any(0), hat.any(0)
+        side_by_side = (torch.cat([x[:, :, e], x_hat[:, :, h]], 2) for x, x_hat in ((k, k_hat), (v, v_hat)))
+        mask = torch.cat([exact[:, e], hat[:, h]], 1)[None, None]
+        o.append(causal_attention(q[..., rows, :], *side_by_side, mask))
+    return torch.cat(o, -2)
 
 def module_error(model: Model, sequences: list[Tensor], schemes: dict[str, Scheme],
                  sink: int = 0) -> dict[str, tuple[float, float]]:
