@@ -236,15 +236,14 @@ def feed_back(x: Tensor, scale: Tensor, offset: Tensor, bits: int, push: Tensor)
 
     Sixteen channels at a time: a product of matrices carries a slice's errors on to all later channels.
     """
-    y = x.movedim(2, -1).contiguous()              # (b, g, n, m, s): a channel of all tokens is contiguous
+    y = x.movedim(2, -1).clone(memory_format=torch.contiguous_format)      # (b, g, n, m, s), never x itself
     scale, offset = (p.float().movedim(2, -1) for p in (scale, offset))
     for i in range(0, y.shape[-2], 16):
         part, F_part = y[..., i:i + 16, :], push[..., i:i + 16, i:i + 16, None]
         errors = torch.empty_like(part)
         for j in range(part.shape[-2]):
             channel = part[..., j, :]
-            read = torch.addcmul(offset, nearest(channel, scale, offset, bits), scale)
-            errors[..., j, :] = channel - read
+            errors[..., j, :] = channel - (scale * nearest(channel, scale, offset, bits) + offset)
             part[..., j + 1:, :] -= F_part[..., j, j + 1:, :] * errors[..., j, None, :]
         y[..., i + 16:, :] -= push[..., i:i + 16, i + 16:].mT @ errors
     return y.movedim(-1, 2)
@@ -267,9 +266,9 @@ def quantize(x: Tensor, codec: Codec, push: Tensor | None = None) -> tuple[Tenso
     return codes, scale, offset
 
 def dequantize(codes: Tensor, scale: Tensor, offset: Tensor) -> Tensor:
-    """Read codes (..., d) back as scale·code + offset, in float32."""
+    """Read codes (..., d) back as scale·code + offset, in float32, each of the two operations rounded."""
     groups = codes.unflatten(-1, (scale.shape[-1], -1)).float()
-    return torch.addcmul(offset.float()[..., None], groups, scale.float()[..., None]).flatten(-2)
+    return (scale.float()[..., None] * groups).add_(offset.float()[..., None]).flatten(-2)
 
 def roundtrip(x: Tensor, T: Tensor, codec: Codec, push: Tensor | None = None) -> Tensor:
     """Return what the cache's reader sees of x (b, g, s, d): T⁻¹ dequantize(quantize(T x)), in x's dtype."""
