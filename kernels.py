@@ -677,11 +677,11 @@ def check(device: str):
     for dtype in (torch.float32, torch.bfloat16):
         for d, bits in ((64, 2), (64, 3), (64, 4), (128, 2), (128, 3), (128, 4)):
             args = example(2, 2, 4, d, (bits, bits), (16, 700, 100), dtype, device)
-            x, T = torch.randn(2, 2, 100, d).to(device, dtype), torch.randn(2, 1, d, d).to(device)
+            x, (T, push) = torch.randn(2, 2, 100, d).to(device, dtype), torch.randn(2, 2, 1, d, d).to(device)
             moved = 0
-            for rule in ("quest", "affine"):
-                ours, theirs = (torch.cat(f(x, T, bits, rule, 0.96), -1) for f in (encode, encode_ref))
-                moved += (ours != theirs).any(-1).float().mean().item() / 2
+            for rule, feed in (("quest", None), ("affine", None), ("centred", push.triu(1) / 16)):
+                ours, theirs = (torch.cat(f(x, T, bits, rule, 0.96, feed), -1) for f in (encode, encode_ref))
+                moved += (ours != theirs).any(-1).float().mean().item() / 3
             error = (decode_attention(*args) - decode_attention_ref(*args)).abs().max().item()
             print(f"{device} {dtype} d={d} bits={bits}: {moved:.2%} of rows differ, attention {error:.0e}")
             assert not (encode.failed or decode_attention.failed)
@@ -760,9 +760,9 @@ def compile_all():
             tile = tiling(d, (bits, bits), 8, fast, cc)["TILE"]
             print(f"{cc:<4} {f'decode d={d} bits={bits} ' + ('fast' if fast else 'plain'):30}",
                   *(f"{x:8}" for x in usage), f"{loop * 32 / (tile * 2 * d):8.2f}", flush=True)
-        for d, bits, transform in variants:
-            rule = "quest" if transform else "affine"
-            *usage, _ = cost(compile_encode(cc, d, bits, rule, transform))
+        for d, bits, refined in variants:
+            rule = "centred" if refined else "quest"
+            *usage, _ = cost(compile_encode(cc, d, bits, rule, True, refined))
             print(f"{cc:<4} {f'encode d={d} bits={bits} {rule}':30}", *(f"{x:8}" for x in usage), flush=True)
 
 

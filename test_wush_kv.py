@@ -1112,11 +1112,13 @@ def test_perplexity_in_one_forward_equals_feeding_the_cache(chunk, k_codec, v_co
                      (log_p.argmax(-1) == log_q.argmax(-1)).float().mean().item()])
     rows = torch.tensor(rows, dtype=torch.float64)
     (off, nll, kl, same), (_, error, kl_error, _) = rows.mean(0).tolist(), (rows.std(0) / 2**0.5).tolist()
+    excess = rows[:, 1] - rows[:, 0]
     got = W.perplexity(model, sequences, {"T": how}, **WINDOWS, chunk=chunk)
     assert abs(nll - off) > 1e-3 and kl > 1e-3 and same < 1
     assert math.log(got["none"]["perplexity"][0]) == pytest.approx(off, rel=1e-5)
     assert math.log(got["T"]["perplexity"][0]) == pytest.approx(nll, rel=1e-3)
     assert got["T"]["perplexity"][1] == pytest.approx(math.exp(nll) * error, rel=0.05)
+    assert got["T"]["excess"] == pytest.approx((nll - off, excess.std().item() / 2**0.5), rel=0.02, abs=1e-3)
     assert got["T"]["kl"] == pytest.approx((kl, kl_error), rel=0.02, abs=1e-3)
     assert got["T"]["same_top1"][0] == pytest.approx(same, abs=0.01) and got["none"]["same_top1"][0] == 1
     assert got["none"]["kl"][0] == 0
@@ -1340,9 +1342,9 @@ def report(shelf, tmp_path_factory):
 def test_report_writes_its_figures(report, shelf):
     f, names = report.figures, {"none", "hadamard", "oscar", "wush", "refined"}
     assert set("model bits k_bits v_bits kv_bytes_per_token effective_bits module_error perplexity "
-               "kl same_top1 tokens_per_second text seconds".split()) <= f.keys()
+               "excess kl same_top1 tokens_per_second text seconds".split()) <= f.keys()
     assert (f["bits"], f["k_bits"], f["v_bits"], f["model"]) == (2, 2, 2, str(shelf.folder))
-    assert all(f[key].keys() == names for key in ("module_error", "perplexity", "kl", "same_top1"))
+    assert all(f[key].keys() == names for key in ("module_error", "perplexity", "excess", "kl", "same_top1"))
     assert f["text"].keys() == f["tokens_per_second"].keys() == {"none", "refined"}
     assert min(*f["tokens_per_second"].values(), f["seconds"]) > 0
     assert f["effective_bits"] == pytest.approx(8 * f["kv_bytes_per_token"] / (2 * 2 * 2 * 16))

@@ -952,9 +952,9 @@ def perplexity(model: Model, sequences: list[Tensor], schemes: dict[str, Scheme]
                keep: int = 128, flush: int = 16, chunk: int = 16) -> dict:
     """Score sequences (t,) as if fed in calls of `chunk` tokens through the windows; "none" is unquantized.
 
-    Returns {name: {"perplexity", "kl", "same_top1": (value, standard error)}}: the mean KL divergence, in
-    nats, of the next-token distribution from the unquantized model's, and how often both put the same token
-    first.
+    Returns {name: {"perplexity", "excess", "kl", "same_top1": (value, standard error)}}: excess is how much
+    Returns {name: {"perplexity", "excess", "kl", "same_top1": (value, standard error)}}: excess is by how much
+    divergence of the next-token distribution from that model's; same_top1 how often both put one token first.
     """
     rows = []
     for ids in tqdm(sequences, desc="perplexity", unit="seq", disable=None):
@@ -965,11 +965,13 @@ def perplexity(model: Model, sequences: list[Tensor], schemes: dict[str, Scheme]
             hidden[name] = forward(model, ids[None], lambda l, q, k, v: view_attention(
                 q, k, v, roundtrip(k, *scheme.of("k", l)), roundtrip(v, *scheme.of("v", l)), view))[0]
         rows.append(divergence(model, hidden, ids))
-    result = {}
+    result, exact = {}, torch.stack([row["none"][0] for row in rows])
     for name in rows[0]:
-        nll, kl, same = (mean_and_error(x) for x in torch.stack([row[name] for row in rows]).unbind(1))
-        ppl = math.exp(nll[0])
-        result[name] = {"perplexity": (ppl, ppl * nll[1]), "kl": kl, "same_top1": same}
+        nll, kl, same = torch.stack([row[name] for row in rows]).unbind(1)
+        mean, error = mean_and_error(nll)
+        result[name] = {"perplexity": (math.exp(mean), math.exp(mean) * error),
+                        "excess": mean_and_error(nll - exact), "kl": mean_and_error(kl),
+                        "same_top1": mean_and_error(same)}
     return result
 
 
@@ -1365,7 +1367,7 @@ def error_task(job: Job, sink: int | None = None) -> dict:
     errors = module_error(job.model, job.texts, job.schemes, sink)
     print(f"module error, relative and squared, {sink} sink tokens exact, no recent window")
     for name, figure in errors.items():
-        print(f"    {name:10} {shown(*figure)}")
+        print(f"    {name:12} {shown(*figure)}")
     return by_figure({name: {"module_error": e} for name, e in ({"none": (0.0, 0.0)} | errors).items()})
 
 def ppl_task(job: Job) -> dict:
@@ -1373,9 +1375,9 @@ def ppl_task(job: Job) -> dict:
     o = job.options
     scores = perplexity(job.model, job.texts, job.schemes, o.sink, o.keep, o.flush)
     print(f"through windows {o.sink}/{o.keep}/{o.flush}:")
-    print(f"    {'':10} {'perplexity':19} {'KL, nats':19} same top-1")
+    print(f"    {'':12} {'perplexity':19} {'excess, nats':19} {'KL, nats':19} same top-1")
     for name, row in scores.items():
-        print(f"    {name:10} " + " ".join(f"{shown(*figure):19}" for figure in row.values()))
+        print(f"    {name:12} " + " ".join(f"{shown(*figure):19}" for figure in row.values()).rstrip())
     return by_figure(scores)
 
 def memory_task(job: Job) -> dict:
