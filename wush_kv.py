@@ -952,8 +952,8 @@ def perplexity(model: Model, sequences: list[Tensor], schemes: dict[str, Scheme]
                keep: int = 128, flush: int = 16, chunk: int = 16) -> dict:
     """Score sequences (t,) as if fed in calls of `chunk` tokens through the windows; "none" is unquantized.
 
-    Returns {name: {"perplexity", "excess", "kl", "same_top1": (value, standard error)}}: excess is how much
-    Returns {name: {"perplexity", "excess", "kl", "same_top1": (value, standard error)}}: excess is by how much
+    Returns {name: {"perplexity", "excess", "kl", "same_top1": (value, standard error)}}: excess is what the
+    log-perplexity has over the unquantized model's, with the error of that difference; kl, in nats, the mean
     divergence of the next-token distribution from that model's; same_top1 how often both put one token first.
     """
     rows = []
