@@ -34,6 +34,8 @@ import json
 import math
 import sys
 import time
+import warnings
+from contextlib import contextmanager
 from functools import cache, lru_cache, partial
 from pathlib import Path
 from typing import Callable, Iterable, NamedTuple
@@ -470,6 +472,54 @@ class WindowCache:
         if self.recent[0].shape[2] > self.window_size:
             self.recent = [grow(w, self.window_size) for w in self.recent]
 
+    def crop(self, count: int) -> None:
+        """Drop the last `count` tokens of every row. What stays packed is not touched, and is never unpacked."""
+        self.n = [max(n - count, 0) for n in self.n]
+        self.n_packed = [min(p, max(n - self.sink, 0)) for n, p in zip(self.n, self.n_packed)]
+
+    def reset(self) -> None:
+        self.crop(max(self.n))
+
+    def select(self, rows: Tensor) -> None:
+        """Keep these batch rows, in this order, some perhaps several times: of beams, of a smaller batch."""
+        rows = torch.arange(len(self.n))[rows.cpu()]             # also of a mask or of negative indices
+        index, rows = rows.to(self.recent[0].device), rows.tolist()
+        self.sinks, self.recent = ([x[index] for x in window] for window in (self.sinks, self.recent))
+        for packed in self.k, self.v:
+            packed.codes, packed.pair = packed.codes[index], packed.pair[index]
+        self.n, self.n_packed = [self.n[row] for row in rows], [self.n_packed[row] for row in rows]
+
+    def repeat(self, times: int) -> None:
+        """Put `times` copies of each row next to each other."""
+        self.select(torch.arange(len(self.n)).repeat_interleave(times))
+
+    def state(self) -> dict:
+        """Return all that is held, without spare room, as torch.save writes it; `restore` takes it back."""
+        count, packed = max(self.n_packed), (self.k.codes, self.k.pair, self.v.codes, self.v.pair)
+        return {"n": self.n, "n_packed": self.n_packed, "packed": [x[:, :, :count].clone() for x in packed],
+                "sinks": self.sinks, "recent": self.recent}
+
+    def restore(self, state: dict) -> None:
+        here = lambda tensors: [x.to(self.recent[0].device, copy=True) for x in tensors]
+        self.n, self.n_packed = [*state["n"]], [*state["n_packed"]]
+        self.sinks, self.recent = here(state["sinks"]), here(state["recent"])
+        self.k.codes, self.k.pair, self.v.codes, self.v.pair = here(state["packed"])
+
+    def read(self, length: int) -> list[Tensor]:
+        """Dequantize all keys, T undone, and values: (b, g, length, d) each, rows aligned on the right."""
+        hats, (n_sink, n_packed, n_recent) = [], self.sizes()
+        for packed, sinks, recent in zip((self.k, self.v), self.sinks, self.recent):
+            middle = packed.read(max(n_packed))
+            if packed.T is not None:
+                middle = apply(self.T_query.mT, middle)
+            hat = recent.new_zeros(*recent.shape[:2], length, recent.shape[3])
+            for rows in alike([*zip(self.n, self.n_packed)]):
+                i = rows.start
+                parts = (sinks, n_sink[i]), (middle.to(hat.dtype), n_packed[i]), (recent, n_recent[i])
+                hat[rows, :, length - self.n[i]:] = torch.cat([x[rows, :, :count] for x, count in parts], 2)
+            hats.append(hat)
+        return hats
+
     def attend_ordinary(self, q: Tensor, position: Tensor) -> Tensor:
         """Attend to a cache that is all recent window, as SDPA on its tensors."""
         k, v = (w[:, :, :max(self.n)] for w in self.recent)
@@ -502,7 +552,8 @@ class WindowCache:
         scores = torch.cat(scores, -1) * d ** -0.5
         if t > 1 or len(set(self.n)) > 1:
             seen = torch.cat([self.seen(*part, position) for part in zip(count, sizes, first)], -1)
-            scores = scores.unflatten(2, (r, t)).masked_fill(~seen[:, None, None], -torch.inf).flatten(2, 3)
+            hidden = ~seen[:, None, None]                        # not -inf: padding may see nothing at all
+            scores = scores.unflatten(2, (r, t)).masked_fill(hidden, torch.finfo(scores.dtype).min).flatten(2, 3)
         p_sink, p_packed, p_recent = scores.softmax(-1).split(count, -1)
         o = p_sink @ v_sink + self.v.mix(p_packed, count[1]) + p_recent @ v_recent
         return o.unflatten(2, (r, t)).to(dtype)
@@ -594,6 +645,16 @@ def output_blocks(model: Model, l: int) -> Tensor:
     c, W = model.config, model.weights[f"model.layers.{l}.self_attn.o_proj.weight"]
     return W.T.unflatten(0, (c.num_key_value_heads, -1, c.head_dim))
 
+def fold_in(T: Tensor, W: Tensor) -> Tensor:
+    """Fold T (g, n, m, m) into rows, one head's after the other's: W_V or its bias, T W."""
+    columns = W.double().reshape(1, len(T), T.shape[1] * T.shape[2], -1).mT    # (1, g, D or 1, d)
+    return apply(T.double(), columns).mT.reshape(W.shape).to(W.dtype)
+
+def fold_out(T: Tensor, W: Tensor) -> Tensor:
+    """Undo T in columns, one query head's after the other's: the output projection (D, h·d), W T⁻¹."""
+    rows = W.double().unflatten(1, (len(T), -1, T.shape[1] * T.shape[2])).permute(1, 2, 0, 3)    # (g, r, D, d)
+    return apply(inverse_transpose(T.double()), rows[None])[0].permute(2, 0, 1, 3).flatten(1).to(W.dtype)
+
 def fold_values(model: Model, T_V: Tensor) -> Model:
     """Fold T_V (l, g, n, m, m) into a copy of the weights: W_V ← T_V W_V, bias too; W_O(r) ← T_V⁻ᵀ W_O(r).
 
@@ -602,16 +663,10 @@ def fold_values(model: Model, T_V: Tensor) -> Model:
     """
     if model.folded:
         raise ValueError("this model's values are folded already: fold the original one")
-    weights, c = dict(model.weights), model.config
-    for l, T in enumerate(T_V.double()):
-        p = f"model.layers.{l}.self_attn."
-        for name in ("v_proj.weight", "v_proj.bias"):
-            if (W := weights.get(p + name)) is not None:
-                columns = W.double().reshape(1, len(T), c.head_dim, -1).mT             # (1, g, D or 1, d)
-                weights[p + name] = apply(T, columns).mT.reshape(W.shape).to(W.dtype)
-        W, rows = weights[p + "o_proj.weight"], output_blocks(model, l).double().mT    # (g, r, D, d)
-        folded = apply(inverse_transpose(T), rows[None])[0]
-        weights[p + "o_proj.weight"] = folded.permute(2, 0, 1, 3).flatten(1).to(W.dtype)
+    weights, rules = dict(model.weights), {"v_proj.weight": fold_in, "v_proj.bias": fold_in, "o_proj.weight": fold_out}
+    for l, T in enumerate(T_V):
+        names = {f"model.layers.{l}.self_attn.{name}": rule for name, rule in rules.items()}
+        weights |= {name: rule(T, weights[name]) for name, rule in names.items() if name in weights}
     return model._replace(weights=weights, folded=True)
 
 
@@ -801,6 +856,32 @@ def attention_sensitivity(q: Tensor, k: Tensor, v: Tensor, W: Tensor) -> tuple[T
         p_squared.append(p2.sum(-1))
     return torch.cat(w, -1).double(), torch.cat(p_squared, -1).double()
 
+def zero_moments(g: int, r: int, d: int, attention_aware: bool, device) -> dict[str, Tensor]:
+    names = ("k", "q", "v", "v_oscar") + ("q_attn",) * attention_aware
+    shapes = dict.fromkeys(names, (g, d, d)) | ({"p_squared": (g, r)} if attention_aware else {})
+    return {name: torch.zeros(shape, dtype=torch.float64, device=device) for name, shape in shapes.items()}
+
+def add_moments(total: dict, q: Tensor, k: Tensor, v: Tensor, W_O: Callable) -> None:
+    """Add what one call of a layer shows to its `zero_moments`; W_O() gives the blocks (g, r, d, D)."""
+    q_moment = 2 * second_moment(q)
+    total["k"] += second_moment(k)
+    total["q"] += q_moment
+    total["v"] += second_moment(v)
+    total["v_oscar"] += second_moment(v, oscar_weight(q_moment, k))
+    if "p_squared" in total:                                                 # attention aware
+        w, p_squared = attention_sensitivity(q, k, v, W_O())
+        total["q_attn"] += second_moment(q, w)
+        total["p_squared"] += p_squared.sum((0, 3))                          # Σ p² of each query head
+
+def join_moments(totals: list[dict], W_O: Iterable[Tensor]) -> dict[str, Tensor]:
+    """Stack the layers' moments and add the Hessians that come from the output projections."""
+    moments = {name: torch.stack([total[name] for total in totals]) for name in totals[0]}
+    grams = torch.stack([W @ W.mT for W in (W.double() for W in W_O)])       # (l, g, r, d, d)
+    moments["o"] = 2 * grams.sum(2)
+    if "p_squared" in moments:
+        moments["o_attn"] = 2 * (moments.pop("p_squared")[..., None, None] * grams).sum(2)
+    return moments
+
 def collect_moments(model: Model, sequences: list[Tensor], attention_aware: bool = False) -> dict:
     """Sum the second moments of every layer over token sequences (t,): by name, (l, g, d, d) each, float64.
 
@@ -808,32 +889,17 @@ def collect_moments(model: Model, sequences: list[Tensor], attention_aware: bool
     w v vᵀ, its weights from the sequence's own query moment, so that one pass does. With `attention_aware`
     also WUSH-A's q_attn and o_attn. Sequences run one at a time, so no padding enters.
     """
-    c, device, layers = model.config, model.inv_freq.device, range(model.config.num_hidden_layers)
-    names = ("k", "q", "v", "v_oscar") + ("q_attn",) * attention_aware
-    moments = {name: torch.zeros(c.num_hidden_layers, c.num_key_value_heads, c.head_dim, c.head_dim,
-                                 dtype=torch.float64, device=device) for name in names}
-    heads = c.num_hidden_layers, c.num_key_value_heads, c.num_attention_heads // c.num_key_value_heads
-    p_squared = torch.zeros(heads, dtype=torch.float64, device=device)       # Σ p² of each query head
+    c, device = model.config, model.inv_freq.device
+    heads = c.num_key_value_heads, c.num_attention_heads // c.num_key_value_heads
+    totals = [zero_moments(*heads, c.head_dim, attention_aware, device) for _ in range(c.num_hidden_layers)]
 
     def observe(l, q, k, v):
-        q_moment = 2 * second_moment(q)
-        found = {"k": second_moment(k), "q": q_moment, "v": second_moment(v),
-                 "v_oscar": second_moment(v, oscar_weight(q_moment, k))}
-        if attention_aware:
-            w, p2 = attention_sensitivity(q, k, v, output_blocks(model, l))
-            found["q_attn"] = second_moment(q, w)
-            p_squared[l] += p2.sum((0, 3))
-        for name, moment in found.items():
-            moments[name][l] += moment
+        add_moments(totals[l], q, k, v, lambda: output_blocks(model, l))
         return causal_attention(q, k, v)
 
     for ids in tqdm(sequences, desc="calibrate", unit="seq", disable=not sequences or None):
         forward(model, ids[None].to(device), observe)
-    grams = torch.stack([W @ W.mT for W in (output_blocks(model, l).double() for l in layers)])
-    moments["o"] = 2 * grams.sum(2)                                          # from (l, g, r, d, d)
-    if attention_aware:
-        moments["o_attn"] = 2 * (p_squared[..., None, None] * grams).sum(2)
-    return moments
+    return join_moments(totals, (output_blocks(model, l) for l in range(c.num_hidden_layers)))
 
 def fingerprint(folder: Path) -> str:
     """Hash attention weights of two layers as they lie on disk: the same for every dtype and sharding."""
@@ -861,24 +927,29 @@ def read_sidecar(path: str) -> dict:
     print(f"note: without {path}.json nothing says which model {path} was made for", file=sys.stderr)
     return {}
 
-def load_transforms(path: str, config, device="cpu") -> dict[str, Tensor]:
-    """Read a transforms file. Raises ValueError if it is broken or of another shape."""
-    want = config.num_hidden_layers, config.num_key_value_heads, config.head_dim
+def head_dim(config) -> int:
+    """Return the head dim of a config; some of transformers' leave it out."""
+    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+
+def load_transforms(path: str, config=None, device="cpu") -> dict[str, Tensor]:
+    """Read a transforms file. Raises ValueError if it is broken or of another shape than the model's."""
     try:
         T = torch.load(path, weights_only=True, map_location=device)
         keys = [key for key in ("k_feedback", "v_feedback") if key in T]
         T = {key: T[key].to_dense() for key in ["k", "v"] + keys}
     except Exception as e:       # by where a file is cut or what it holds, half a dozen types
         raise ValueError(f"{path} cannot be read as a transforms file ({type(e).__name__})") from e
+    size = lambda t: (*t.shape[:2], t.shape[2] * t.shape[3]) if t.dim() == 5 else (0, 0, 0)    # l, g, d
+    want = size(T["k"]) if config is None else (
+        config.num_hidden_layers, config.num_key_value_heads, head_dim(config))
     for key, t in T.items():
-        l, g, n, m, rows = t.shape if t.dim() == 5 else (0,) * 5
-        refuse_if((l, g, n * m) != want or rows != m,
+        refuse_if(size(t) != want or 0 in want or t.shape[-2] != t.shape[-1],
                   f"{path} holds transforms of shape {tuple(t.shape)}, not of the model's {want[0]} layers, "
                   f"{want[1]} KV heads and head_dim {want[2]}")
         finite = t.is_floating_point() and t.isfinite().all()
         refuse_if(not finite, f"{path} holds numbers that are not finite or not floating point")
         T[key] = t = t.float()
-        singular = key in "kv" and (torch.linalg.matrix_rank(t) < m).any()
+        singular = key in "kv" and (torch.linalg.matrix_rank(t) < t.shape[-1]).any()
         refuse_if(singular, f"{path} holds transforms that do not invert")
     return T
 
