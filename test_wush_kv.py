@@ -586,6 +586,10 @@ def test_every_query_head_counts_for_its_group_and_their_order_does_not(name):
         assert close(layer[:, 1 - g], T[0, :, 1 - g], 1e-4)
 
 
+def gram(W_O):
+    return W_O.double() @ W_O.double().mT
+
+
 @law(seeds, sizes(1, 3))
 def test_wush_a_hessians_are_the_squared_jacobians_of_the_heads_outputs(seed, R):
     """Errors of covariance C at every position change W_O(r)ᵀo by ½ tr(H C) in mean square, summed over r.
@@ -597,7 +601,7 @@ def test_wush_a_hessians_are_the_squared_jacobians_of_the_heads_outputs(seed, R)
     outputs = lambda k, v: torch.einsum("bgrtd,grdD->bgrtD", W.causal_attention(q, k, v), blocks)
     key, value = (2 * torch.einsum("bgrtDbgsd,bgrtDbgse->gde", J, J)
                   for J in torch.autograd.functional.jacobian(outputs, (k, v)))
-    weight, p2 = W.attention_sensitivity(q, k, v, blocks)
+    weight, p2 = W.attention_sensitivity(q, k, v, gram(blocks))
     assert close(W.second_moment(q, weight), key, 1e-5)
     assert close(2 * torch.einsum("grdD,greD,gr->gde", blocks, blocks, p2.sum((0, 3))), value, 1e-5)
 
@@ -606,7 +610,7 @@ def test_wush_a_weights_do_not_lose_precision_to_bfloat16_activations():
     """The numbers in bfloat16 tensors are exact in float64: the Hessian of both agrees to float32 noise."""
     q, (k, v) = 4 * normal(0, 1, 2, 2, 64, 32), normal(1, 2, 1, 2, 64, 32) + 3 * normal(2, 32)
     q, k, v, W_O = (x.bfloat16() for x in (q, k, v, normal(3, 2, 2, 32, 64)))
-    low, exact = (W.second_moment(q, W.attention_sensitivity(*(x.to(dtype) for x in (q, k, v, W_O)))[0])
+    low, exact = (W.second_moment(q, W.attention_sensitivity(*(x.to(dtype) for x in (q, k, v)), gram(W_O))[0])
                   for dtype in (torch.bfloat16, torch.float64))
     assert close(low, exact, 1e-3)
 
@@ -614,7 +618,7 @@ def test_wush_a_weights_do_not_lose_precision_to_bfloat16_activations():
 def test_wush_a_weights_of_a_long_sequence_are_each_querys_own():
     """2,000 tokens are more than are done at a time; a query sees those up to its own."""
     q, (k, v), W_O = normal(0, 1, 1, 1, 2000, 4), normal(1, 2, 1, 1, 2000, 4), normal(2, 1, 1, 4, 7)
-    weight, p2 = W.attention_sensitivity(q, k, v, W_O)
+    weight, p2 = W.attention_sensitivity(q, k, v, gram(W_O))
     for t in (0, 1, 1000, 1999):
         p = (k[0, 0, :t + 1] @ q[0, 0, 0, t] / 2).softmax(0)
         distance = ((v[0, 0, :t + 1] - p @ v[0, 0, :t + 1]) @ W_O[0, 0]).square().sum(-1)
@@ -629,7 +633,7 @@ def test_wush_a_key_hessian_predicts_what_small_noise_does_to_the_module():
     o = W.causal_attention(many(q), k + 1e-4 * normal(4, 4000, 2, 6, 4) @ A.mT, many(v))
     change = torch.einsum("bgrtd,grdD->btD", o - W.causal_attention(q, k, v), blocks) * 1e4
     change = change.square().sum((1, 2))
-    H = W.second_moment(q, W.attention_sensitivity(q, k, v, blocks)[0])
+    H = W.second_moment(q, W.attention_sensitivity(q, k, v, gram(blocks))[0])
     assert abs(change.mean() - trace(H @ A @ A.mT).sum() / 2) <= 5 * change.std() / math.sqrt(4000)
 
 
