@@ -23,7 +23,7 @@ os.environ["TRITON_INTERPRET"] = "1"      # before Triton is imported: its kerne
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, settings, stateful, strategies as st
 from safetensors.torch import load_file, save_file
 
 import kernels
@@ -42,10 +42,12 @@ WINDOWS = dict(sink=4, keep=24, flush=8)
 
 def tiny(kind="qwen3", seed=0, **changes):
     """Make a random transformers model: norms around 1 but none equal to 1, biases far from 0."""
-    from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
-    make, config = dict(qwen3=(Qwen3ForCausalLM, Qwen3Config), llama=(LlamaForCausalLM, LlamaConfig))[kind]
+    import transformers
+    name = dict(qwen3="Qwen3", llama="Llama", qwen2="Qwen2", mistral="Mistral")[kind]
+    make, config = (getattr(transformers, name + part) for part in ("ForCausalLM", "Config"))
     torch.manual_seed(seed)
-    hf = make(config(**SHAPE | changes)).eval()
+    shape = {key: x for key, x in (SHAPE | changes).items() if (key, x) != ("head_dim", None)}
+    hf = make(config(**shape)).eval()
     for name, p in hf.named_parameters():
         if "norm" in name:
             p.data.uniform_(0.5, 1.5)
@@ -652,9 +654,10 @@ def tokens(*shape, seed=1):
 def transforms(model, condition=100.0, seed=2):
     """Draw T (l, g, 1, d, d) with singular values from condition^-½ to condition^½."""
     c, draw = model.config, torch.Generator().manual_seed(seed)
-    shape = c.num_hidden_layers, c.num_key_value_heads, 1, c.head_dim, c.head_dim
+    d = W.head_dim(c)
+    shape = c.num_hidden_layers, c.num_key_value_heads, 1, d, d
     U, V = (torch.linalg.qr(torch.randn(shape, generator=draw, dtype=torch.float64)).Q for _ in range(2))
-    return (U * torch.logspace(-0.5, 0.5, c.head_dim, base=condition, dtype=torch.float64) @ V).float()
+    return (U * torch.logspace(-0.5, 0.5, d, base=condition, dtype=torch.float64) @ V).float()
 
 def scheme(T_K, k_codec, v_codec):
     """Make a cache's scheme of its key transforms; those of values are the model's matter."""
@@ -1729,3 +1732,247 @@ for compiled in (decode, encode):
     assert by and all(width == "i64" for name, width in by if not re.match(r"%c\d+_i32", name)), by
     assert re.search(r"arith.muli .* : (tensor<.*x)?i64", compiled.asm["ttir"])
 """)
+
+
+# ---- transformers
+
+KINDS = {"llama": {}, "qwen2": {"head_dim": None, "num_attention_heads": 4}, "qwen3": {},
+         "mistral": {"sliding_window": None}}
+
+
+each_attention = lambda f: pytest.mark.filterwarnings("ignore")(
+    pytest.mark.parametrize("attention", ["wush", "sdpa", "eager"])(f))
+
+
+@functools.cache
+def their_model(kind, attention="wush", **changes):
+    """Make a model of transformers' with an attention implementation, and random transforms of condition 9."""
+    W.WushCache                                          # the name registers attention "wush"
+    hf = tiny(kind, **KINDS[kind] | changes).requires_grad_(False)
+    hf.set_attn_implementation(attention)
+    return hf, {"k": transforms(hf, 9.0, 3), "v": transforms(hf, 9.0, 4)}
+
+
+def padded(*lengths):
+    """Draw prompts of these lengths: their ids with padding 0 at the left, and the mask."""
+    rows = [torch.cat([torch.zeros(max(lengths) - n, dtype=torch.long), 1 + tokens(n, seed=n)]) for n in lengths]
+    mask = torch.stack([(torch.arange(max(lengths)) >= max(lengths) - n).long() for n in lengths])
+    return torch.stack(rows), mask
+
+
+def generated(hf, ids, cache=None, mask=None, steps=36, **how):
+    """Generate greedily, with transformers' own cache if `cache` is None."""
+    mask, how = torch.ones_like(ids) if mask is None else mask, {"pad_token_id": 0} | how
+    return hf.generate(ids, attention_mask=mask, do_sample=False, max_new_tokens=steps, min_new_tokens=steps,
+                       **how | ({"past_key_values": cache} if cache else {}))
+
+
+@torch.no_grad()
+def through(hf, ids, cache, cuts=1000, **how):
+    """Feed ids (b, t) in calls of `cuts` tokens through a cache: logits (b, t, v)."""
+    return torch.cat([hf(part, past_key_values=cache, **how).logits for part in ids.split(cuts, 1)], 1)
+
+
+@each_attention
+@pytest.mark.parametrize("kind", KINDS)
+def test_generation_with_quantization_off_gives_the_tokens_of_transformers_own_cache(kind, attention):
+    """P47, P27. Greedy, beams, left-padded, with guesses from the prompt and from another model."""
+    (hf, T), plain = their_model(kind, attention), their_model(kind, "sdpa")[0]
+    ids, mask = padded(50, 21, 37)
+    cycle = torch.arange(1, 20).repeat(3)[None]          # guesses from it are sometimes right
+    guess = tiny("llama", seed=1, num_hidden_layers=1).requires_grad_(False)
+    for row, how in ((ids[:1], {}), (ids[:1], {"num_beams": 3, "num_return_sequences": 2}),
+                     (ids, {"mask": mask}), (ids, {"mask": mask, "num_beams": 2}),
+                     (cycle, {"prompt_lookup_num_tokens": 4}), (cycle, {"assistant_model": guess})):
+        cache = W.WushCache(hf.config, T, bits=16, **WINDOWS)
+        got = generated(hf, row, cache, **how)
+        assert torch.equal(got, generated(plain, row, **how)), how
+        assert type(cache.get_seq_length()) is int and cache.is_initialized
+        assert max(cache.layers[1].window.n_packed) >= 3 * 8                   # the transforms were at work
+
+
+@each_attention
+def test_eight_bits_move_logits_of_one_by_less_than_a_hundredth(attention):
+    """Two bits move them by more (P24): quantization is really on."""
+    hf, T = their_model("qwen3", attention, initializer_range=0.05)
+    ids = tokens(2, 160)
+    run = lambda bits: through(hf, ids, W.WushCache(hf.config, T, bits, **WINDOWS), [100] + [1] * 60)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        off = run(16)
+    said = [str(w.message) for w in caught if w.category is UserWarning]
+    assert ["set_attn_implementation('wush')" in text for text in said] == [True] * (attention != "wush")
+    assert distance(off, reference(hf, ids)) < 1e-4 and off.std() > 0.3
+    assert distance(run(8), off) < 1e-2 < distance(run(2), off)
+
+
+def stop_second(hf, row, tokens_alone):
+    """Name the token by which that row ends at its second step, and nothing else that the others say."""
+    end = tokens_alone[row][1].item()
+    assert not any((others == end).any() for i, others in enumerate(tokens_alone) if i != row)
+    return end
+
+
+@pytest.mark.parametrize("refine", [(), tuple(W.REFINEMENTS)])
+def test_padded_rows_at_2_bits_get_the_tokens_they_get_alone_though_one_ends_early(refine):
+    """P17, P19, P20. The unpadded row ends at its second token; the padding's id makes no difference."""
+    hf, (ids, mask) = their_model("qwen3")[0], padded(60, 33, 48)
+    T = W.calibrate(hf, Numbers(), NUMBERS, length=200, refine=refine)
+    make = lambda: W.WushCache(hf.config, T, **WINDOWS)
+    alone = [generated(hf, row[None, keep.bool()], make())[0, keep.sum():] for row, keep in zip(ids, mask)]
+    cache, end = make(), stop_second(hf, 0, alone)
+    batch = hf.generate(ids + 7 * (1 - mask), attention_mask=mask, past_key_values=cache, do_sample=False,
+                        max_new_tokens=36, eos_token_id=end, pad_token_id=9)[:, 60:]
+    assert batch[0].tolist() == [*alone[0][:2], *[9] * 34]
+    assert all(torch.equal(batch[i], alone[i]) for i in (1, 2))
+    assert cache.layers[0].window.n == [95, 68, 83] and cache.get_seq_length() == 95
+    off = generated(hf, ids, W.WushCache(hf.config, T, 16, **WINDOWS), mask)[:, 60:]
+    assert not torch.equal(off[1:], batch[1:])
+
+
+class Numbers:
+    """A tokenizer of texts that are token ids."""
+    def __call__(self, text, **how):
+        return {"input_ids": [int(word) for word in text.split()]}
+
+
+NUMBERS = " ".join(map(str, tokens(600, seed=8).tolist()))
+
+
+@each_attention
+@pytest.mark.parametrize("transform", ["wush", "wush_a", "oscar"])
+def test_calibrating_transformers_model_gives_what_calibrating_ours_gives(transform, attention):
+    """Signs of eigenvectors are not in TᵀT; float32 noise is amplified by 1 + d/γ at most (P41). F is T's own."""
+    hf = tiny(attention_bias=True).requires_grad_(False).train()
+    hf.set_attn_implementation(attention)
+    hf.model.layers[1].eval()
+    state = lambda: [(m.training, sorted(m.__dict__)) for m in hf.modules()], hf.config._attn_implementation
+    before, refine = (state[0](), state[1]), tuple(W.REFINEMENTS)
+    got = W.calibrate(hf, Numbers(), [NUMBERS[:500], NUMBERS[500:]], length=150, sequences=3, transform=transform)
+    assert (state[0](), hf.config._attn_implementation) == before
+    with pytest.raises(IndexError):                      # a token beyond the vocabulary
+        W.calibrate(hf, Numbers(), "1 2 999")
+    assert (state[0](), hf.config._attn_implementation) == before
+    ours = W.Model(hf.config, hf.state_dict(), *W.rope_frequencies(hf.config))
+    ids = Numbers()(NUMBERS[:500])["input_ids"] + Numbers()(NUMBERS[500:])["input_ids"]
+    moments = W.collect_moments(ours, list(torch.tensor(ids[:450]).split(150)), transform == "wush_a")
+    want = W.derive(moments, transform, None, refine if "wush" in transform else ())
+    assert got.keys() == want.keys() and len(got) == (2 if transform == "oscar" else 4)
+    for side, (_, hess) in zip("kv", W.TRANSFORMS[transform][1:]):
+        assert close(moment(got[side].double()), moment(want[side].double()), 1e-4)
+        if "k_feedback" in got:
+            assert close(got[side + "_feedback"], W.feedback(got[side], moments[hess], True).float(), 1e-3)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("attention", ["wush", "sdpa"])
+@pytest.mark.parametrize("refine", [(), tuple(W.REFINEMENTS)])
+def test_perplexity_through_transformers_equals_perplexity_of_our_loop(refine, attention, tmp_path):
+    """P45: 300 tokens in calls of 16, to 1e-3 relative; and quantization moves it by more."""
+    hf, model = saved(tmp_path)
+    W.WushCache
+    hf.set_attn_implementation(attention)
+    T = W.calibrate(hf, Numbers(), NUMBERS, length=200, refine=refine)
+    codec, ids = Codec(2, "centred", W.WIDENED[2]) if refine else TWO, tokens(1, 300, seed=9)
+    want = W.perplexity(model, [ids[0]], {"T": W.Scheme(codec, codec, T)}, **WINDOWS)
+    scores = through(hf, ids, W.WushCache(hf.config, T, **WINDOWS), 16)[0, :-1].log_softmax(-1)
+    nll = -scores.gather(1, ids[0, 1:, None]).mean().item()
+    assert math.exp(nll) == pytest.approx(want["T"]["perplexity"][0], rel=1e-3)
+    assert abs(math.log(want["none"]["perplexity"][0]) - nll) > 1e-3
+
+
+def whole(seed, *shape):
+    return torch.randint(-4, 5, shape, generator=torch.Generator().manual_seed(seed)).float()
+
+
+class Operations(stateful.RuleBasedStateMachine):
+    """The window cache against lists of its tokens; T and tokens are whole, so sums are exact in any order."""
+    T, codec, sink, keep, flush = whole_T(5), Codec(3), 3, 17, 5
+
+    @stateful.initialize(batch=st.integers(1, 3))
+    def make(self, batch):
+        self.cache = W.WindowCache(batch, 2, 16, self.T, self.codec, self.codec, self.sink, self.keep, self.flush)
+        self.rows = [[] for _ in range(batch)]           # of tokens: [k, v] (g, d), then [k, v, packed bytes]
+
+    @stateful.rule(t=st.integers(1, 40), seed=seeds, padding=st.integers(0, 50))
+    def append(self, t, seed, padding):
+        k, v, q = whole(seed, 3, len(self.rows), 2, t, 16)
+        pad, q = [max(0, padding - 20 * i) % (t + 1) for i in range(len(self.rows))], q[:, :, None] / 4
+        o, before = self.cache.attend(q, k, v, pad), [*map(len, self.rows)]
+        for i, row in enumerate(self.rows):
+            seen = [self.stored(token) for token in row] + [(k[i, :, j], v[i, :, j]) for j in range(pad[i], t)]
+            row += [[k[i, :, j], v[i, :, j]] for j in range(pad[i], t)]
+            if pad[i] < t:
+                K, V = (torch.stack(x, 1) for x in zip(*seen))
+                want = softmax_attention(q[i, :, :, pad[i]:], K, V, before[i])
+                assert distance(o[i, :, :, pad[i]:], want) < 1e-3
+            done = sum(len(token) > 2 for token in row)
+            due = (len(row) - self.sink - done - self.keep) // self.flush * self.flush
+            for token in row[self.sink + done:self.sink + done + max(due, 0)]:
+                token.append(self.packed(token))
+
+    def packed(self, token):
+        k = W.quantize(W.apply(self.T, token[0][None, :, None]), self.codec)
+        return *k, *W.quantize(token[1][None, :, None], self.codec)
+
+    def stored(self, token):
+        if len(token) == 2:
+            return token
+        k, v = W.dequantize(*token[2][:3]), W.dequantize(*token[2][3:])
+        return W.apply(torch.linalg.inv(self.T.double()), k)[0, :, 0], v[0, :, 0]
+
+    @stateful.rule(count=st.integers(0, 60))
+    def crop(self, count):
+        self.cache.crop(count)
+        self.rows = [row[:max(len(row) - count, 0)] for row in self.rows]
+
+    @stateful.rule(dice=st.randoms(use_true_random=False), size=st.integers(1, 3))
+    def select(self, dice, size):
+        """A larger size repeats rows, as beams do."""
+        rows = [dice.randrange(len(self.rows)) for _ in range(size)]
+        self.cache.select(torch.tensor(rows))
+        self.rows = [[[*token] for token in self.rows[i]] for i in rows]
+
+    @stateful.precondition(lambda self: len(self.rows) < 3)
+    @stateful.rule()
+    def repeat(self):
+        self.cache.repeat(2)
+        self.rows = [[[*token] for token in row] for row in self.rows for _ in range(2)]
+
+    @stateful.rule()
+    def save_and_restore(self):
+        new = W.WindowCache(1, 2, 16, self.T, self.codec, self.codec, self.sink, self.keep, self.flush)
+        new.restore(self.cache.state())
+        self.cache = new
+
+    @stateful.precondition(lambda self: sum(map(len, self.rows)) > 150)
+    @stateful.rule()
+    def reset(self):
+        self.cache.reset()
+        self.rows = [[] for _ in self.rows]
+
+    @stateful.invariant()
+    def equal(self):
+        cache = self.cache
+        assert cache.n == [*map(len, self.rows)]
+        assert cache.n_packed == [sum(len(token) > 2 for token in row) for row in self.rows]
+        longest = max(cache.n)
+        whole_read = [W.apply(self.T, cache.read(longest)[0]), cache.read(longest)[1]]
+        for i, row in enumerate(self.rows):
+            for side, packed in enumerate((cache.k, cache.v)):
+                parts = [cache.sinks[side][i, :, :len(row[:self.sink])], [], cache.recent[side][i]]
+                p = cache.n_packed[i]
+                exact = [token[side] for token in row if len(token) == 2]
+                held = torch.cat([parts[0], parts[2][:, :cache.n_recent(i)]], 1)
+                assert torch.equal(held, torch.stack(exact, 1) if exact else held[:, :0])
+                if p:
+                    frozen = [torch.cat(x, 2)[0] for x in zip(*(token[2] for token in row if len(token) > 2))]
+                    codes, scale, offset = frozen[3 * side:3 * side + 3]
+                    assert torch.equal(packed.codes[i, :, :p], pack_ref(codes, 3))
+                    assert torch.equal(packed.pair[i, :, :p], join_pair(scale, offset))
+                    read = whole_read[side][i, :, longest - len(row) + self.sink:][:, :p]
+                    assert distance(read, W.dequantize(codes, scale, offset)) < 1e-3
+
+
+TestOperations = Operations.TestCase
+TestOperations.settings = settings(max_examples=12, stateful_step_count=18, deadline=None)

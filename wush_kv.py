@@ -1151,7 +1151,7 @@ def cache_bytes(config, tokens: int, dtype=torch.bfloat16, **how) -> float:
 
 
 # ------------------------------------------------------------------------------------------------------------
-# Transformers, imported on first use only: calibration of its models, and WushCache, its Cache of these windows.
+# Transformers, imported on first use: calibration of its models, and WushCache, its Cache of these windows.
 
 def decoder_config(config):
     """Return the decoder's own config. Raises ValueError for one that a window cache would serve wrongly."""
@@ -1206,7 +1206,7 @@ def calibrate(model, tokenizer, text: str | list[str], *, length: int = 1024, se
     Raises ValueError for a model that WushCache cannot serve or whose values are folded, and without text.
     """
     modules, texts = attention_modules(model, "o_proj"), [text] if isinstance(text, str) else text
-    refuse_if(any(hasattr(m, "wush_folded") for m in modules), "the model's values are folded: calibrate first")
+    refuse_if(any(hasattr(m, "wush_folded") for m in modules), "the model's values are folded: unfold first")
     ids = [i for part in texts for i in tokenizer(part, add_special_tokens=False, verbose=False)["input_ids"]]
     refuse_if(not ids, "the calibration text is empty")
     before, modes = model.config._attn_implementation, {m: m.training for m in model.modules()}
@@ -1331,7 +1331,7 @@ class WushLayer:
     def update(self, k: Tensor, v: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
         """Take in a call's keys and values (b, g, t, d): hand them to "wush", or return all cached ones."""
         self.lazy_initialization(k)
-        refuse_if(self.waiting, "keys of the call before never came to attention 'wush': is the cache's config "
+        refuse_if(self.waiting, "the last call's keys never came to attention 'wush': is the cache's config "
                                 "the model's?")
         refuse_if(len(k) != len(self.window.n), f"a batch of {len(k)} meets a cache of {len(self.window.n)}")
         refuse_if(torch.is_grad_enabled() and k.requires_grad, "WushCache needs torch.no_grad()")
@@ -1356,7 +1356,7 @@ class WushLayer:
         return v if self.is_folded else apply(T, v).to(v.dtype)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
-        """Attend as WindowCache does, with the padding that the mask shows. Raises ValueError if it has changed."""
+        """Attend as WindowCache does, with the padding that the mask shows. Raises ValueError if that changed."""
         refuse_if(not self.waiting, "attention 'wush' was given the keys of another layer")
         before, self.waiting = self.length, False
         if mask is not None and (self.l == 0 or not hasattr(mask, "wush_pad")):      # once for all layers
