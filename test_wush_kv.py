@@ -5,7 +5,9 @@ comes from. No network, no GPU: every model is made here. Norm weights are rando
 head_dim is not hidden/heads; every input that is to be quantized is long enough for it. P01, P02, ... number
 the faults that users of key-value cache quantization have reported elsewhere.
 """
+import copy
 import functools
+import gc
 import json
 import math
 import os
@@ -13,6 +15,7 @@ import random
 import shutil
 import subprocess
 import sys
+import textwrap
 import time
 import warnings
 from pathlib import Path
@@ -25,6 +28,8 @@ import pytest
 import torch
 from hypothesis import given, settings, stateful, strategies as st
 from safetensors.torch import load_file, save_file
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 import kernels
 import wush_kv as W
@@ -1753,6 +1758,15 @@ def their_model(kind, attention="wush", **changes):
     return hf, {"k": transforms(hf, 9.0, 3), "v": transforms(hf, 9.0, 4)}
 
 
+class Numbers:
+    """A tokenizer of texts that are token ids."""
+    def __call__(self, text, **how):
+        return {"input_ids": [int(word) for word in text.split()]}
+
+
+NUMBERS = " ".join(map(str, tokens(600, seed=8).tolist()))
+
+
 def padded(*lengths):
     """Draw prompts of these lengths: their ids with padding 0 at the left, and the mask."""
     rows = [torch.cat([torch.zeros(max(lengths) - n, dtype=torch.long), 1 + tokens(n, seed=n)]) for n in lengths]
@@ -1792,17 +1806,18 @@ def test_generation_with_quantization_off_gives_the_tokens_of_transformers_own_c
 
 
 @each_attention
-def test_eight_bits_move_logits_of_one_by_less_than_a_hundredth(attention):
-    """Two bits move them by more (P24): quantization is really on."""
-    hf, T = their_model("qwen3", attention, initializer_range=0.05)
-    ids = tokens(2, 160)
-    run = lambda bits: through(hf, ids, W.WushCache(hf.config, T, bits, **WINDOWS), [100] + [1] * 60)
+@pytest.mark.parametrize("kind", KINDS)
+def test_eight_bits_move_logits_by_less_than_a_hundredth(kind, attention):
+    """P24: two bits move them by more. Weights as transformers draws them, calibrated transforms; one warning."""
+    hf, ids = their_model(kind, attention, initializer_range=0.02)[0], tokens(2, 120)
+    T = W.calibrate(hf, Numbers(), NUMBERS, length=200, refine=())
+    run = lambda bits: through(hf, ids, W.WushCache(hf.config, T, bits, **WINDOWS), [80] + [1] * 40)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         off = run(16)
     said = [str(w.message) for w in caught if w.category is UserWarning]
     assert ["set_attn_implementation('wush')" in text for text in said] == [True] * (attention != "wush")
-    assert distance(off, reference(hf, ids)) < 1e-4 and off.std() > 0.3
+    assert distance(off, reference(hf, ids)) < 1e-4 and off.std() > 0.1
     assert distance(run(8), off) < 1e-2 < distance(run(2), off)
 
 
@@ -1828,15 +1843,6 @@ def test_padded_rows_at_2_bits_get_the_tokens_they_get_alone_though_one_ends_ear
     assert cache.layers[0].window.n == [95, 68, 83] and cache.get_seq_length() == 95
     off = generated(hf, ids, W.WushCache(hf.config, T, 16, **WINDOWS), mask)[:, 60:]
     assert not torch.equal(off[1:], batch[1:])
-
-
-class Numbers:
-    """A tokenizer of texts that are token ids."""
-    def __call__(self, text, **how):
-        return {"input_ids": [int(word) for word in text.split()]}
-
-
-NUMBERS = " ".join(map(str, tokens(600, seed=8).tolist()))
 
 
 @each_attention
@@ -1976,3 +1982,388 @@ class Operations(stateful.RuleBasedStateMachine):
 
 TestOperations = Operations.TestCase
 TestOperations.settings = settings(max_examples=12, stateful_step_count=18, deadline=None)
+
+
+# --- What users do to a cache.
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("attention", ["wush", "sdpa"])
+@pytest.mark.parametrize("bits, question", [(16, 60), (2, 5)])
+def test_second_question_over_a_cached_context_is_answered_as_by_a_fresh_cache(bits, question, attention):
+    """P27. The first answer, if long, has packed some of the context, which only shows with quantization on."""
+    hf, T = their_model("qwen3", attention)
+    context, first, second = tokens(1, 71), tokens(1, question, seed=5), tokens(1, 9, seed=6)
+    make = lambda: W.WushCache(hf.config, T, bits, sink=4, keep=16, flush=24)
+    cache = make()
+    prefix = through(hf, context, cache)
+    generated(hf, torch.cat([context, first], 1), cache, steps=3)
+    used = question + 2                                  # the last token of an answer is never fed back
+    assert cache.get_seq_length() == 71 + used and cache.get_mask_sizes(5, 0) == (76 + used, 0)
+    cache.crop(-used)
+    assert cache.get_seq_length() == 71 and type(cache.get_seq_length()) is int
+    both, fresh = torch.cat([context, second], 1), make()
+    through(hf, context, fresh)
+    again = generated(hf, both, cache, steps=20)
+    assert torch.equal(again, generated(hf, both, fresh, steps=20))
+    cache.reset()
+    assert cache.get_seq_length() == 0 and cache.nbytes == 0
+    assert distance(through(hf, context, cache), prefix) == 0
+    assert prefix.dtype == cache.layers[0].update(*torch.zeros(2, 1, 2, 1, 16).to(prefix.dtype))[0].dtype
+
+
+@pytest.mark.parametrize("length", [2, 4, 20, 52, 53, 60, 79, 0])
+@pytest.mark.parametrize("old", [False, True])
+def test_cropping_into_any_region_equals_never_having_fed_what_was_cropped(length, old):
+    """80 tokens are 4 sinks, 48 packed and 28 recent. Both ways to name the length; -1 too much is all."""
+    hf, T = their_model("qwen3")
+    ids, more, cache = tokens(2, 80), tokens(2, 9, seed=4), W.WushCache(hf.config, T, 16, **WINDOWS)
+    through(hf, ids, cache)
+    assert cache.layers[0].window.sizes() == ([4, 4], [48, 48], [28, 28])
+    cache.crop(length) if old and length else cache.crop(length - 80 - (length == 0))
+    assert cache.get_seq_length() == length and cache.layers[1].window.n_packed == [min(48, max(length - 4, 0))] * 2
+    want = reference(hf, torch.cat([ids[:, :length], more], 1))[:, length:]
+    assert distance(through(hf, more, cache, [5, 1, 3]), want) < 1e-4
+    cache.crop(0)
+    assert cache.get_seq_length() == length + 9
+
+
+def test_rows_can_be_reordered_selected_and_repeated():
+    hf, T = their_model("qwen3")
+    (ids, mask), more = padded(60, 41, 53), tokens(6, 4, seed=4)
+    cache = W.WushCache(hf.config, T, 16, **WINDOWS)
+    with torch.no_grad():
+        hf(ids, attention_mask=mask, past_key_values=cache, position_ids=(mask.cumsum(1) - 1).clamp(min=0))
+    cache.reorder_cache(torch.tensor([2, 0, 1]))
+    cache.batch_select_indices(torch.tensor([0, 2]))
+    cache.batch_repeat_interleave(3)
+    rows = [2] * 3 + [1] * 3
+    assert cache.layers[0].window.n == [53] * 3 + [41] * 3 and cache.get_seq_length() == 60
+    positions = mask[rows].sum(1, keepdim=True) + torch.arange(4)
+    seen = torch.cat([mask[rows], torch.ones_like(more)], 1)
+    got = through(hf, more, cache, attention_mask=seen, position_ids=positions)
+    for i, row in enumerate(rows):
+        alone = torch.cat([ids[row][mask[row].bool()], more[i]])[None]
+        assert distance(got[i], reference(hf, alone)[0, -4:]) < 1e-4
+
+
+@pytest.mark.parametrize("k_bits, v_bits", [(2, 2), (16, 3)])
+def test_cache_read_back_from_disk_goes_on_bit_for_bit(k_bits, v_bits, tmp_path):
+    """And a deep copy, which examples make of a prompt's cache; batches of other lengths too."""
+    hf, (ids, mask) = their_model("qwen3")[0], padded(60, 47)
+    T = W.calibrate(hf, Numbers(), NUMBERS, length=200)
+    cache = W.WushCache(hf.config, T, k_bits=k_bits, v_bits=v_bits, **WINDOWS)
+    through(hf, ids[:, :50], cache, attention_mask=mask[:, :50])
+    cache.save(tmp_path / "cache.pt")
+    back, copied = W.WushCache.load(tmp_path / "cache.pt", hf.config), copy.deepcopy(cache)
+    assert back.get_seq_length() == 50 and back.layers[0].window.n == [50, 37]
+    want = generated(hf, ids, cache, mask)
+    assert torch.equal(generated(hf, ids, copied, mask), want)
+    assert torch.equal(generated(hf, ids, back, mask), want)
+    for ours, theirs in zip(cache.layers, back.layers):
+        a, b = ours.window.state(), theirs.window.state()
+        assert a["n"] == b["n"] and all(torch.equal(x, y) for key in ("sinks", "recent", "packed")
+                                        for x, y in zip(a[key], b[key]))
+    empty = W.WushCache(hf.config, T)
+    empty.save(tmp_path / "cache.pt")
+    assert not W.WushCache.load(tmp_path / "cache.pt", hf.config).is_initialized
+
+
+def test_wush_attention_without_its_cache_is_sdpa():
+    from transformers import DynamicCache
+    hf, (ids, mask) = their_model("llama")[0], padded(40, 22)
+    plain = their_model("llama", "sdpa")[0]
+    for how in {"use_cache": False}, {"past_key_values": DynamicCache(config=hf.config)}:
+        with torch.no_grad():
+            a, b = (m(ids, attention_mask=mask, **copy.deepcopy(how)).logits for m in (hf, plain))
+        assert torch.equal(a, b)
+
+
+@pytest.mark.filterwarnings("ignore")
+@each_attention
+def test_scores_are_scaled_as_the_model_says(attention):
+    hf = tiny().requires_grad_(False)
+    W.WushCache
+    hf.set_attn_implementation("sdpa")
+    for layer in hf.model.layers:
+        layer.self_attn.scaling = 0.1
+    ids = tokens(1, 80)
+    want, T = reference(hf, ids), {"k": transforms(hf), "v": transforms(hf)}
+    hf.set_attn_implementation(attention)
+    got = through(hf, ids, W.WushCache(hf.config, T, 16, **WINDOWS), [60] + [1] * 20)
+    assert distance(got, want) < 1e-4 < distance(want, reference(their_model("qwen3")[0], ids))
+
+
+# --- Folding, sharding, devices, files for serving.
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("attention", ["wush", "sdpa"])
+def test_folding_values_changes_no_logits_and_is_undone_bit_for_bit(attention):
+    """A cache notices a fold, begun or ended in the middle of a text too; a fold of other transforms is refused."""
+    hf, T = tiny(attention_bias=True).requires_grad_(False), their_model("qwen3")[1]
+    hf.set_attn_implementation(attention)
+    before, ids = {name: p.clone() for name, p in hf.named_parameters()}, tokens(1, 100)
+    want, cache = reference(hf, ids), W.WushCache(hf.config, T, 16, **WINDOWS)
+    got = [through(hf, ids[:, :40], cache)]
+    with W.folded_values(hf, T["v"]):
+        assert distance(hf.model.layers[0].self_attn.v_proj.weight, before["model.layers.0.self_attn.v_proj.weight"]) > 0.1
+        got.append(through(hf, ids[:, 40:80], cache, 1))
+        assert distance(reference(hf, ids), want) < 1e-4
+        for refused in (lambda: W.folded_values(hf, T["v"]).__enter__(), lambda: W.calibrate(hf, Numbers(), NUMBERS)):
+            with pytest.raises(ValueError, match="folded"):
+                refused()
+        other = W.WushCache(hf.config, T | {"v": T["k"]}, 16)
+        with pytest.raises(ValueError, match="another T_V"):
+            through(hf, ids, other)
+    got.append(through(hf, ids[:, 80:], cache))
+    assert distance(torch.cat(got, 1), want) < 1e-4
+    with pytest.raises(ZeroDivisionError), W.folded_values(hf, T["v"]):
+        1 / 0
+    with pytest.raises(ValueError), W.folded_values(hf, T["v"][:1]):
+        pass
+    assert all(torch.equal(p, before[name]) for name, p in hf.named_parameters())
+    assert torch.equal(reference(hf, ids), want)
+
+
+@pytest.mark.parametrize("heads, world_size, want", [
+    (8, 1, [[0, 1, 2, 3, 4, 5, 6, 7]]), (4, 2, [[0, 1], [2, 3]]), (2, 2, [[0], [1]]),
+    (2, 8, [[0], [0], [0], [0], [1], [1], [1], [1]]), (1, 3, [[0]] * 3), (6, 4, None), (3, 2, None), (2, 0, None)])
+def test_each_rank_gets_the_transforms_of_its_heads(heads, world_size, want):
+    T = {"k": normal(0, 2, heads, 1, 4, 4), "k_feedback": normal(1, 2, heads, 1, 4, 4)}
+    if want is None:
+        with pytest.raises(ValueError):
+            W.shard_transforms(T, 0, world_size)
+        return
+    for rank, own in enumerate(want):
+        assert all(torch.equal(x, T[key][:, own]) for key, x in W.shard_transforms(T, rank, world_size).items())
+    for rank in (-1, world_size):
+        with pytest.raises(ValueError, match="rank"):
+            W.shard_transforms(T, rank, world_size)
+
+
+def test_model_that_accelerate_has_dispatched_is_calibrated_and_served(tmp_path):
+    """Two devices of a map: the CPU, and the disk, from which accelerate's hooks bring the weights in time."""
+    accelerate = pytest.importorskip("accelerate")
+    hf, T = tiny().requires_grad_(False), their_model("qwen3")[1]
+    W.WushCache
+    hf.set_attn_implementation("wush")
+    ids, text = tokens(1, 50), NUMBERS[:800]
+    want, tensors = generated(hf, ids), W.calibrate(hf, Numbers(), text)
+    places = {"model.embed_tokens": "cpu", "model.layers.0": "cpu", "model.layers.1": "disk", "model.norm": "cpu",
+              "model.rotary_emb": "cpu", "lm_head": "cpu"}
+    hf = accelerate.dispatch_model(hf, places, main_device="cpu", offload_dir=tmp_path)
+    assert hf.model.layers[1].self_attn.o_proj.weight.is_meta
+    assert torch.equal(generated(hf, ids, W.WushCache(hf.config, T, 16, **WINDOWS)), want)
+    assert all(torch.equal(x, tensors[key]) for key, x in W.calibrate(hf, Numbers(), text).items())
+    with pytest.raises(ValueError, match="plain weights"), W.folded_values(hf, T["v"]):
+        pass
+
+
+def test_each_layer_lives_where_its_keys_are_and_moves_with_them():
+    """A device that holds no numbers stands for a second one."""
+    hf, T = their_model("qwen3")
+    cache, keys = W.WushCache(hf.config, T, **WINDOWS), lambda device: torch.zeros(1, 2, 30, 16, device=device).bfloat16()
+    cache.layers[0].lazy_initialization(keys("cpu"))
+    cache.layers[1].lazy_initialization(keys("meta"))
+    for layer, device in zip(cache.layers, ("cpu", "meta")):
+        tensors = *layer.window.sinks, layer.window.k.T, layer.window.T_query, layer.window.v.codes, layer.T_V
+        assert {x.device.type for x in tensors} == {device} and layer.window.recent[0].dtype == torch.bfloat16
+    cache.layers[0].lazy_initialization(keys("meta"))
+    assert cache.layers[0].window.recent[0].is_meta
+
+
+def test_saved_transforms_are_what_serving_reads(pair, tmp_path):
+    """Rules of spec.md, 7: the four products of row vectors leave the scores and the outputs as they were."""
+    model, path = pair[1], str(tmp_path / "WUSH.pt")
+    T = W.derive(W.collect_moments(model, [tokens(200)]), "wush")
+    W.save_transforms(path, T, {})
+    served = torch.load(path, weights_only=True)
+    assert served.keys() == {"k", "v"} and len({t.dtype for t in served.values()}) == 1
+    for t in served.values():
+        assert t.shape == (2, 2, 1, 16, 16) and t.is_floating_point() and t.isfinite().all()
+        assert torch.linalg.cond(t.double()).max() < 1e3 and t.device.type == "cpu"
+    q, k, v = normal(0, 2, 2, 3, 7, 16), normal(1, 2, 2, 1, 9, 16), normal(2, 2, 2, 1, 9, 16)      # (l, g, r, t, d)
+    O, (T_K, T_V) = normal(3, 2, 2, 3, 16, 64), (served[side].double() for side in "kv")            # (l, g, r, d, D)
+    inverse = torch.linalg.inv
+    assert close((q @ inverse(T_K)) @ (k @ T_K.mT).mT, q @ k.mT, 1e-9)
+    p = (q @ k.mT).softmax(-1)
+    assert close(p @ (v @ T_V.mT) @ (inverse(T_V).mT @ O), p @ v @ O, 1e-9)
+    assert not close(p @ (v @ T_V.mT) @ (inverse(T_V) @ O), p @ v @ O, 1e-1)
+    loaded = W.load_transforms(path)
+    assert all(torch.equal(loaded[side], T[side]) for side in "kv")
+    torch.save({"k": T["k"], "v": T["v"][:, :1]}, path)
+    with pytest.raises(ValueError, match="of shape"):
+        W.load_transforms(path)
+
+
+# --- What must not happen.
+
+@pytest.mark.parametrize("kind, changes, words", [
+    ("mistral", {"sliding_window": 16}, "full attention"), ("qwen2", {"head_dim": 24}, "head_dim 24"),
+    ("qwen2", {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 1}, "full attention"),
+    ("qwen3", {"layer_types": ["full_attention", "sliding_attention"], "sliding_window": 16}, "full attention")])
+def test_model_that_a_window_cache_would_serve_wrongly_is_refused(kind, changes, words):
+    """P08, P31."""
+    hf, T = tiny(kind, **changes), their_model("qwen3")[1]
+    for refused in (lambda: W.calibrate(hf, Numbers(), NUMBERS), lambda: W.WushCache(hf.config, T),
+                    lambda: W.folded_values(hf, T["v"]).__enter__()):
+        with pytest.raises(ValueError, match=words) as caught:
+            refused()
+        assert str(caught.value).count(".") < 2 and len(str(caught.value)) < 120
+
+
+def test_model_without_the_usual_projections_is_refused():
+    hf, T = tiny(), their_model("qwen3")[1]
+    hf.model.layers[1].self_attn.dense = hf.model.layers[1].self_attn.o_proj
+    del hf.model.layers[1].self_attn.o_proj
+    for refused in (lambda: W.calibrate(hf, Numbers(), NUMBERS), lambda: W.folded_values(hf, T["v"]).__enter__()):
+        with pytest.raises(ValueError, match="o_proj"):
+            refused()
+
+
+@pytest.mark.parametrize("mask, words", [
+    (torch.tensor([[1] * 15 + [0], [1] * 16]), "left only"), (torch.tensor([[0, 0, 1, 1, 0] + [1] * 11] * 2), "left only"),
+    (torch.ones(2, 1, 16, 16).bool(), "left only"), (torch.ones(2, 1, 16, 16).tril().bool()[..., :12], "left only"),
+    (torch.ones(2, 8, 16, 16).tril().bool(), "left only"), (-torch.ones(2, 1, 16, 16).triu(1), "left only"),
+    (torch.ones(1, 1, 16, 16).tril().bool(), None), (-1e38 * 3 * torch.ones(2, 1, 16, 16).triu(1), None),
+    (torch.tensor([[0] * 16, [0] * 7 + [1] * 9]), None), (None, None)])
+def test_mask_is_left_padding_and_causal_or_refused(mask, words):
+    hf, T = their_model("qwen3")
+    run = lambda: through(hf, tokens(2, 16), W.WushCache(hf.config, T, **WINDOWS), attention_mask=mask)
+    if words is None:
+        assert run().isfinite().all()
+        return
+    with pytest.raises(ValueError, match=words):
+        run()
+
+
+def test_padding_that_the_cache_does_not_know_is_refused():
+    hf, T = their_model("qwen3")
+    (ids, mask), cache = padded(20, 13), W.WushCache(hf.config, T, **WINDOWS)
+    through(hf, ids, cache, attention_mask=mask)
+    for later in (None, torch.ones(2, 21, dtype=torch.long)):
+        with pytest.raises(ValueError, match="hides other columns"):
+            through(hf, ids[:, :1], copy.deepcopy(cache), attention_mask=later)
+    with pytest.raises(ValueError, match="batch of 1"):
+        through(hf, ids[:1], cache)
+
+
+def test_prompt_fed_in_calls_of_which_some_rows_see_only_padding_equals_rows_alone():
+    hf, T = their_model("qwen3")
+    (ids, mask), cache = padded(60, 13, 31), W.WushCache(hf.config, T, 16, **WINDOWS)
+    positions, got = (mask.cumsum(1) - 1).clamp(min=0), []
+    for i in range(0, 60, 20):
+        with torch.no_grad():
+            got.append(hf(ids[:, i:i + 20], attention_mask=mask[:, :i + 20], past_key_values=cache,
+                          position_ids=positions[:, i:i + 20]).logits)
+    got = torch.cat(got, 1)
+    assert got.isfinite().all()
+    for i, n in enumerate((60, 13, 31)):
+        assert distance(got[i, 60 - n:], reference(hf, ids[i:i + 1, 60 - n:])[0]) < 1e-4
+
+
+@pytest.mark.parametrize("change, words", [
+    (dict(softcap=30.0), "softcap"), (dict(s_aux=torch.zeros(8)), "s_aux"), (dict(dropout=0.1), "dropout"),
+    (dict(is_causal=False), "is_causal"), (dict(sliding_window=9), "sliding_window")])
+def test_attention_of_another_kind_is_refused(change, words):
+    hf, T = their_model("qwen3")
+    k, v = W.WushCache(hf.config, T).update(*torch.randn(2, 1, 2, 5, 16), 0)
+    with pytest.raises(ValueError, match=words):
+        W.wush_attention(hf.model.layers[0].self_attn, torch.randn(1, 8, 5, 16), k, v, None, 0.25, **change)
+
+
+def test_cache_that_wush_attention_does_not_serve_is_refused_at_the_second_call():
+    """Its config says "wush", the model's sdpa: what is returned are one call's tokens, all there are at first."""
+    hf, T = their_model("qwen3", "sdpa")
+    config = copy.deepcopy(hf.config)
+    config._attn_implementation = "wush"
+    cache, ids = W.WushCache(config, T), tokens(1, 9)
+    assert distance(through(hf, ids, cache), reference(hf, ids)) < 1e-4
+    with pytest.raises(ValueError, match="config"):
+        through(hf, ids, cache)
+    other = W.WushCache(their_model("qwen3")[0].config, T)
+    k, v = other.update(*torch.randn(2, 1, 2, 5, 16), 0)
+    attend = lambda: W.wush_attention(hf.model.layers[0].self_attn, torch.randn(1, 8, 5, 16), k, v, None)
+    attend()
+    with pytest.raises(ValueError, match="another layer"):
+        attend()
+
+
+@pytest.mark.parametrize("how, words", [
+    (dict(bits=5), "bits"), (dict(k_bits=1), "bits"), (dict(keep=-1), "keep"), (dict(flush=0), "flush"),
+    (dict(transforms="layers"), "1 layers"), (dict(transforms="heads"), "heads of"), (dict(gradients=True), "no_grad")])
+def test_wrong_use_is_refused_in_one_sentence(how, words):
+    hf, T = their_model("qwen3")
+    cut = dict(layers=lambda t: t[:1], heads=lambda t: t[:, :1]).get(how.pop("transforms", None), lambda t: t)
+    gradients = how.pop("gradients", False)
+    with pytest.raises(ValueError, match=words):
+        cache = W.WushCache(hf.config, {key: cut(t) for key, t in T.items()}, **how)
+        cache.update(*torch.randn(2, 1, 2, 5, 16, requires_grad=gradients), 0)
+    with pytest.raises(AttributeError):
+        W.NoSuchThing
+
+
+def test_our_loop_runs_without_transformers_cache_classes(pair, tmp_path):
+    """P30."""
+    pair[0].save_pretrained(tmp_path)
+    code = f"""
+        import sys; sys.modules["transformers.cache_utils"] = None
+        from pathlib import Path
+        import torch, wush_kv as W
+        config = W.read_config(Path({str(tmp_path)!r}))
+        model = W.load_model(Path({str(tmp_path)!r}), config)
+        T = W.derive(W.collect_moments(model, [torch.arange(90)]), "wush")
+        cache = W.new_cache(W.fold_values(model, T["v"]), 1, W.Scheme(W.Codec(), W.Codec(), T), 4, 24, 8)
+        print(len(list(W.decode(model, cache, [list(range(60))], 5))), cache[0].n_packed)
+        try: W.WushCache
+        except ImportError: print("no cache")"""
+    assert in_python(textwrap.dedent(code)).split("\n")[:2] == ["5 [32]", "no cache"]
+
+
+class Operators(TorchDispatchMode):
+    """Count the operators that run under it and the elements of the largest tensor that one returns anew."""
+    count, largest = 0, 0
+
+    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+        out = operator(*args, **kwargs or {})
+        if not operator.is_view:
+            self.count += 1
+            self.largest = max([self.largest, *[x.numel() for x in tree_leaves(out) if isinstance(x, torch.Tensor)]])
+        return out
+
+
+@torch.no_grad()
+def decode_step(hf, n, bits):
+    """Run one step on a cache of n tokens, none of which falls due, under `Operators`."""
+    cache = W.WushCache(hf.config, their_model("qwen3")[1] if len(hf.model.layers) == 2 else {
+        side: transforms(hf, 9.0) for side in "kv"}, bits, **WINDOWS)
+    through(hf, tokens(1, n), cache)
+    assert cache.layers[0].window.n_packed == [n - 28]
+    with Operators() as seen:
+        hf(tokens(1, 1), past_key_values=cache)
+    return seen
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_step_runs_as_many_operators_a_layer_whatever_the_context_and_copies_no_cache():
+    """P35, P33. On a GPU they are launches; reading by sdpa, in contrast, makes copies of n·g·d elements."""
+    hf, deeper = their_model("qwen3")[0], their_model("qwen3", num_hidden_layers=3)[0]
+    short, long, off = decode_step(hf, 100, 2), decode_step(hf, 908, 2), decode_step(hf, 908, 16)
+    more = decode_step(deeper, 908, 2)
+    assert short.count == long.count and more.count - long.count <= 120
+    assert long.largest < 908 * 2 * 16 <= decode_step(their_model("qwen3", "sdpa")[0], 908, 2).largest
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_bytes_are_those_of_the_windows_and_the_codes_and_generations_leave_none_behind():
+    """2 layers, 2 heads, 2 sides: 4 + 32 tokens of 16 floats, 64 of 4 + 4 bytes. No tensor outlives its cache."""
+    hf, T = their_model("qwen3")
+    cache = W.WushCache(hf.config, T, **WINDOWS)
+    generated(hf, tokens(1, 60), cache)
+    assert cache.nbytes == 2 * 2 * 2 * ((4 + 32) * 16 * 4 + 64 * (4 + 4))
+    del cache
+    alive = lambda: gc.collect() and sum(isinstance(x, torch.Tensor) for x in gc.get_objects())
+    counts = []
+    for _ in range(4):
+        generated(hf, tokens(2, 30), W.WushCache(hf.config, T, **WINDOWS), steps=4)
+        counts.append(alive())
+    assert counts[1] == counts[3]

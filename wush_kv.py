@@ -1157,8 +1157,9 @@ def decoder_config(config):
     """Return the decoder's own config. Raises ValueError for one that a window cache would serve wrongly."""
     from transformers.cache_utils import DynamicCache, DynamicLayer
     c = config.get_text_config(decoder=True)
-    odd = [type(x).__name__ for x in DynamicCache(config=c).layers if type(x) is not DynamicLayer]
-    refuse_if(odd, f"only layers of full attention are supported, not the {odd[:1]} of this model")
+    odd = {*(getattr(c, "layer_types", None) or [])} - {"full_attention"}
+    odd = odd or {type(x).__name__ for x in DynamicCache(config=c).layers} - {DynamicLayer.__name__}
+    refuse_if(odd, f"only layers of full attention are supported, not {', '.join(sorted(odd))}")
     d = head_dim(c)
     refuse_if(d < 8 or d & (d - 1), f"head_dim {d} is not supported, only powers of two from 8")
     return c
