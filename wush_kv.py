@@ -1357,7 +1357,7 @@ class WushLayer:
         return v if self.is_folded else apply(T, v).to(v.dtype)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
-        """Attend as WindowCache does, with the padding that the mask shows. Raises ValueError if that changed."""
+        """Attend as WindowCache does, by the padding that the mask shows, which must not change."""
         refuse_if(not self.waiting, "attention 'wush' was given the keys of another layer")
         before, self.waiting = self.length, False
         if mask is not None and (self.l == 0 or not hasattr(mask, "wush_pad")):      # once for all layers
@@ -1408,8 +1408,9 @@ class WushMethods:
     def __init__(self, config, transforms: dict[str, Tensor], bits: int = 2, k_bits: int | None = None,
                  v_bits: int | None = None, sink: int = 16, keep: int = 128, flush: int = 16,
                  group: int | None = None):
-        self.how = {key: x for key, x in locals().items() if key not in ("self", "config", "__class__")}
         c, widths, T_K = decoder_config(config), (k_bits or bits, v_bits or bits), transforms["k"]
+        self.how = dict(transforms=transforms, k_bits=widths[0], v_bits=widths[1], sink=sink, keep=keep,
+                        flush=flush, group=group)
         rule = lambda b: ("centred", WIDENED.get(b, 1.0)) if "k_feedback" in transforms else ("quest", 1.0)
         group = group or (T_K.shape[-1] if T_K.shape[2] > 1 else None)
         refuse_if(not {*widths} <= {*BITS}, f"{widths} bits: they are in {BITS}")
