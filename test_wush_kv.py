@@ -1957,7 +1957,7 @@ class Operations(stateful.RuleBasedStateMachine):
         assert cache.n == [*map(len, self.rows)]
         assert cache.n_packed == [sum(len(token) > 2 for token in row) for row in self.rows]
         longest = max(cache.n)
-        all_read = [W.apply(self.T, cache.read(longest)[0]), cache.read(longest)[1]]
+        all_read = [W.apply(self.T, cache.read(0, longest)), cache.read(1, longest)]
         for i, row in enumerate(self.rows):
             for side, packed in enumerate((cache.k, cache.v)):
                 s, p, r = len(row[:self.sink]), cache.n_packed[i], cache.n_recent(i)
@@ -2089,6 +2089,38 @@ def test_scores_are_scaled_as_the_model_says(attention):
 
 def refusing(hf, T):
     return lambda: W.calibrate(hf, Numbers(), NUMBERS), lambda: W.folded_values(hf, T["v"]).__enter__()
+
+
+@pytest.mark.filterwarnings("ignore")
+@each_attention
+def test_gradients_are_refused_on_the_way_back_and_only_there(attention):
+    hf, ids = tiny(), tokens(1, 60)
+    W.WushCache
+    hf.set_attn_implementation(attention)
+    out = hf(ids, past_key_values=W.WushCache(hf.config, their_model("qwen3")[1], 16, **WINDOWS)).logits
+    assert distance(out, reference(hf, ids)) < 1e-4
+    with pytest.raises(ValueError, match="gradients"):
+        out.sum().backward()
+
+
+@pytest.mark.filterwarnings("ignore")
+@each_attention
+def test_logits_with_quantization_off_in_bfloat16_and_keys_and_values_are_transformers_own(attention):
+    """P47, P16. 3e-2 of the largest, some of bfloat16's steps of 2^-8; in float32 1e-4, with blocks of T."""
+    from transformers import DynamicCache
+    ids, T = tokens(2, 120), {side: transforms(their_model("qwen3")[0], 4.0) for side in "kv"}
+    hf = tiny().requires_grad_(False).bfloat16()
+    want, cache = reference(hf, ids), W.WushCache(hf.config, T, 16, **WINDOWS)
+    hf.set_attn_implementation(attention)
+    got = through(hf, ids, cache, [60] + [1] * 60)
+    assert got.dtype == torch.bfloat16 and distance(got, want) < 3e-2 * want.abs().max()
+    hf, own = their_model("qwen3", attention)[0], DynamicCache()
+    T = W.calibrate(hf, Numbers(), NUMBERS, length=200, group=8)
+    cache = W.WushCache(hf.config, T, 16, **WINDOWS)
+    through(hf, ids, own), through(hf, ids, cache, [60] + [1] * 60)
+    for ours, theirs in zip(cache.layers, own.layers):
+        assert ours.scheme.k_codec.group == 8 and ours.window.k.T.shape == (2, 2, 8, 8)
+        assert distance(ours.keys, theirs.keys) < 1e-4 and distance(ours.values, theirs.values) < 1e-4
 
 
 # --- Folding, sharding, devices, files for serving.
@@ -2294,14 +2326,13 @@ def test_cache_that_wush_attention_does_not_serve_is_refused_at_the_second_call(
 @pytest.mark.parametrize("how, words", [
     (dict(bits=5), "bits"), (dict(k_bits=1), "bits"), (dict(keep=-1), "keep"), (dict(flush=0), "flush"),
     (dict(transforms="layers"), "1 layers"), (dict(transforms="heads"), "heads of"),
-    (dict(gradients=True), "no_grad")])
+    (dict(transforms="values"), "values")])
 def test_wrong_use_is_refused_in_one_sentence(how, words):
     hf, T = their_model("qwen3")
-    cut = dict(layers=lambda t: t[:1], heads=lambda t: t[:, :1]).get(how.pop("transforms", None), lambda t: t)
-    gradients = how.pop("gradients", False)
+    cut = dict(layers=lambda t: t[:1], heads=lambda t: t[:, :1]).get(how.pop("transforms", ""), lambda t: t)
+    T = {key: cut(t) for key, t in T.items() if words != key + "alues"}
     with pytest.raises(ValueError, match=words):
-        cache = W.WushCache(hf.config, {key: cut(t) for key, t in T.items()}, **how)
-        cache.update(*torch.randn(2, 1, 2, 5, 16, requires_grad=gradients), 0)
+        W.WushCache(hf.config, T, **how).update(*torch.randn(2, 1, 2, 5, 16), 0)
     with pytest.raises(AttributeError):
         W.NoSuchThing
 
@@ -2325,7 +2356,7 @@ def test_our_loop_runs_without_transformers_cache_classes(pair, tmp_path):
 
 @pytest.mark.filterwarnings("ignore")
 def test_example_of_the_readme_runs_as_it_stands(capsys, monkeypatch):
-    """P30. It prints the text and the bytes of 6 layers: 160 tokens of bfloat16 windows and 64 packed ones."""
+    """P30. It prints the text and the bytes of 6 layers: 160 tokens of bfloat16 windows, 64 packed."""
     folder = Path(W.__file__).parent
     monkeypatch.chdir(folder)
     example = (folder / "README.md").read_text().split("## Use from transformers")[1].split("```")[1]

@@ -505,20 +505,19 @@ class WindowCache:
         self.sinks, self.recent = here(state["sinks"]), here(state["recent"])
         self.k.codes, self.k.pair, self.v.codes, self.v.pair = here(state["packed"])
 
-    def read(self, length: int) -> list[Tensor]:
-        """Dequantize all keys, T undone, and values: (b, g, length, d) each, rows aligned on the right."""
-        hats, (n_sink, n_packed, n_recent) = [], self.sizes()
-        for packed, sinks, recent in zip((self.k, self.v), self.sinks, self.recent):
-            middle = packed.read(max(n_packed))
-            if packed.T is not None:
-                middle = apply(self.T_query.mT, middle)
-            hat = recent.new_zeros(*recent.shape[:2], length, recent.shape[3])
-            for rows in alike([*zip(self.n, self.n_packed)]):
-                i = rows.start
-                parts = (sinks, n_sink[i]), (middle.to(hat.dtype), n_packed[i]), (recent, n_recent[i])
-                hat[rows, :, length - self.n[i]:] = torch.cat([x[rows, :, :count] for x, count in parts], 2)
-            hats.append(hat)
-        return hats
+    def read(self, side: int, length: int) -> Tensor:
+        """Dequantize keys (side 0, T undone) or values (1): (b, g, length, d), rows aligned on the right."""
+        packed, sinks, recent = (self.k, self.v)[side], self.sinks[side], self.recent[side]
+        n_sink, n_packed, n_recent = self.sizes()
+        middle = packed.read(max(n_packed))
+        if packed.T is not None:
+            middle = apply(self.T_query.mT, middle)
+        hat = recent.new_zeros(*recent.shape[:2], length, recent.shape[3])
+        for rows in alike([*zip(self.n, self.n_packed)]):
+            i = rows.start
+            parts = (sinks, n_sink[i]), (middle.to(hat.dtype), n_packed[i]), (recent, n_recent[i])
+            hat[rows, :, length - self.n[i]:] = torch.cat([x[rows, :, :count] for x, count in parts], 2)
+        return hat
 
     def attend_ordinary(self, q: Tensor, position: Tensor) -> Tensor:
         """Attend to a cache that is all recent window, as SDPA on its tensors."""
@@ -1294,6 +1293,13 @@ def wush_attention(module, query, key, value, mask, scaling=None, dropout=0.0, *
     o = layer.attend(grouped(query, key, scaling), key, value, mask)
     return o.flatten(1, 2).transpose(1, 2).contiguous(), None
 
+def without_gradient(x: Tensor, like: Tensor) -> Tensor:
+    """Let a backward pass that would go through x, as through `like`, raise rather than come out wrong."""
+    x = x.detach()
+    if like.requires_grad:
+        x.requires_grad_().register_hook(lambda _: refuse_if(True, "WushCache passes no gradients on"))
+    return x
+
 class WushLayer:
     """A layer of WushCache: a WindowCache, made when keys come, where they are; its values are T_V v.
 
@@ -1308,7 +1314,7 @@ class WushLayer:
         self.reset()
 
     def reset(self) -> None:
-        self.window, self.length, self.waiting = None, 0, False
+        self.window, self.length, self.waiting, self.is_folded = None, 0, False, False
 
     @property
     def is_initialized(self) -> bool:
@@ -1329,33 +1335,43 @@ class WushLayer:
         if state:
             self.window.restore(state)
 
+    @torch.no_grad()
     def update(self, k: Tensor, v: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
         """Take in a call's keys and values (b, g, t, d): hand them to "wush", or return all cached ones."""
         self.lazy_initialization(k)
         refuse_if(self.waiting, "the last call's keys never came to attention 'wush': is the cache's config "
                                 "the model's?")
         refuse_if(len(k) != len(self.window.n), f"a batch of {len(k)} meets a cache of {len(self.window.n)}")
-        refuse_if(torch.is_grad_enabled() and k.requires_grad, "WushCache needs torch.no_grad()")
         self.is_folded, folded, self.folded = self.folded is not None, self.folded, None
         if self.is_folded and folded is not self.trusted:
             refuse_if(not torch.equal(folded.to(self.T_V), self.T_V), "the model has another T_V folded in")
             self.trusted = folded
         if self.config._attn_implementation == "wush":
-            k, self.waiting = k.view_as(k), True
-            k.wush_layer = self
-            return k, v
+            marked, self.waiting = k.view_as(k), True            # the caller's own tensor stays as it is
+            marked.wush_layer = self
+            return marked, v
         if self.l == 0 and self.length == 0:
             warnings.warn("WushCache dequantizes all tokens at every step; to read the packed ones instead: "
                           "model.set_attn_implementation('wush')", stacklevel=4)
         self.length += k.shape[2]
         self.window.append(k, self.transformed(v, self.T_V), [0] * len(k))
-        k, v = self.window.read(self.length)
+        cached = self.keys, self.values
         self.window.flush()
-        return k, self.transformed(v, self.T_V_inverse)
+        return tuple(without_gradient(x, k) for x in cached)
+
+    @property
+    def keys(self) -> Tensor:
+        """All cached keys (b, g, s, d), dequantized; padding that was left out is zero."""
+        return self.window.read(0, self.length)
+
+    @property
+    def values(self) -> Tensor:
+        return self.transformed(self.window.read(1, self.length), self.T_V_inverse)
 
     def transformed(self, v: Tensor, T: Tensor) -> Tensor:
         return v if self.is_folded else apply(T, v).to(v.dtype)
 
+    @torch.no_grad()
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
         """Attend as WindowCache does, by the padding that the mask shows, which must not change."""
         refuse_if(not self.waiting, "attention 'wush' was given the keys of another layer")
@@ -1367,7 +1383,7 @@ class WushLayer:
                   "the mask hides other columns than were padding when they were cached")
         self.length += k.shape[2]
         o = self.window.attend(q, k, self.transformed(v, self.T_V), [max(p - before, 0) for p in pad])
-        return self.transformed(o, self.T_V_inverse)
+        return without_gradient(self.transformed(o, self.T_V_inverse), q)
 
     def get_seq_length(self, *args) -> int:
         return self.length
@@ -1413,6 +1429,7 @@ class WushMethods:
                         flush=flush, group=group)
         rule = lambda b: ("centred", WIDENED.get(b, 1.0)) if "k_feedback" in transforms else ("quest", 1.0)
         group = group or (T_K.shape[-1] if T_K.shape[2] > 1 else None)
+        refuse_if("v" not in transforms, "the transforms lack those of the values")
         refuse_if(not {*widths} <= {*BITS}, f"{widths} bits: they are in {BITS}")
         refuse_if(any(len(t) != c.num_hidden_layers for t in transforms.values()),
                   f"the transforms are of {len(T_K)} layers, the model has {c.num_hidden_layers}")
