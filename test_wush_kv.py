@@ -5,7 +5,9 @@ comes from. No network, no GPU: every model is made here. Norm weights are rando
 head_dim is not hidden/heads; every input that is to be quantized is long enough for it. P01, P02, ... number
 the faults that users of key-value cache quantization have reported elsewhere.
 """
+import copy
 import functools
+import gc
 import json
 import math
 import os
@@ -13,6 +15,7 @@ import random
 import shutil
 import subprocess
 import sys
+import textwrap
 import time
 import warnings
 from pathlib import Path
@@ -23,8 +26,10 @@ os.environ["TRITON_INTERPRET"] = "1"      # before Triton is imported: its kerne
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, settings, stateful, strategies as st
 from safetensors.torch import load_file, save_file
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 import kernels
 import wush_kv as W
@@ -42,10 +47,12 @@ WINDOWS = dict(sink=4, keep=24, flush=8)
 
 def tiny(kind="qwen3", seed=0, **changes):
     """Make a random transformers model: norms around 1 but none equal to 1, biases far from 0."""
-    from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
-    make, config = dict(qwen3=(Qwen3ForCausalLM, Qwen3Config), llama=(LlamaForCausalLM, LlamaConfig))[kind]
+    import transformers
+    name = dict(qwen3="Qwen3", llama="Llama", qwen2="Qwen2", mistral="Mistral")[kind]
+    make, config = (getattr(transformers, name + part) for part in ("ForCausalLM", "Config"))
     torch.manual_seed(seed)
-    hf = make(config(**SHAPE | changes)).eval()
+    shape = {key: x for key, x in (SHAPE | changes).items() if (key, x) != ("head_dim", None)}
+    hf = make(config(**shape)).eval()
     for name, p in hf.named_parameters():
         if "norm" in name:
             p.data.uniform_(0.5, 1.5)
@@ -682,6 +689,10 @@ def test_every_query_head_counts_for_its_group_and_their_order_does_not(name):
         assert close(layer[:, 1 - g], T[0, :, 1 - g], 1e-4)
 
 
+def gram(W_O):
+    return W_O.double() @ W_O.double().mT
+
+
 @law(seeds, sizes(1, 3))
 def test_wush_a_hessians_are_the_squared_jacobians_of_the_heads_outputs(seed, R):
     """Errors of covariance C at every position change W_O(r)ᵀo by ½ tr(H C) in mean square, summed over r.
@@ -693,7 +704,7 @@ def test_wush_a_hessians_are_the_squared_jacobians_of_the_heads_outputs(seed, R)
     outputs = lambda k, v: torch.einsum("bgrtd,grdD->bgrtD", W.causal_attention(q, k, v), blocks)
     key, value = (2 * torch.einsum("bgrtDbgsd,bgrtDbgse->gde", J, J)
                   for J in torch.autograd.functional.jacobian(outputs, (k, v)))
-    weight, p2 = W.attention_sensitivity(q, k, v, blocks)
+    weight, p2 = W.attention_sensitivity(q, k, v, gram(blocks))
     assert close(W.second_moment(q, weight), key, 1e-5)
     assert close(2 * torch.einsum("grdD,greD,gr->gde", blocks, blocks, p2.sum((0, 3))), value, 1e-5)
 
@@ -702,7 +713,7 @@ def test_wush_a_weights_do_not_lose_precision_to_bfloat16_activations():
     """The numbers in bfloat16 tensors are exact in float64: the Hessian of both agrees to float32 noise."""
     q, (k, v) = 4 * normal(0, 1, 2, 2, 64, 32), normal(1, 2, 1, 2, 64, 32) + 3 * normal(2, 32)
     q, k, v, W_O = (x.bfloat16() for x in (q, k, v, normal(3, 2, 2, 32, 64)))
-    low, exact = (W.second_moment(q, W.attention_sensitivity(*(x.to(dtype) for x in (q, k, v, W_O)))[0])
+    low, exact = (W.second_moment(q, W.attention_sensitivity(*(x.to(dtype) for x in (q, k, v)), gram(W_O))[0])
                   for dtype in (torch.bfloat16, torch.float64))
     assert close(low, exact, 1e-3)
 
@@ -710,7 +721,7 @@ def test_wush_a_weights_do_not_lose_precision_to_bfloat16_activations():
 def test_wush_a_weights_of_a_long_sequence_are_each_querys_own():
     """2,000 tokens are more than are done at a time; a query sees those up to its own."""
     q, (k, v), W_O = normal(0, 1, 1, 1, 2000, 4), normal(1, 2, 1, 1, 2000, 4), normal(2, 1, 1, 4, 7)
-    weight, p2 = W.attention_sensitivity(q, k, v, W_O)
+    weight, p2 = W.attention_sensitivity(q, k, v, gram(W_O))
     for t in (0, 1, 1000, 1999):
         p = (k[0, 0, :t + 1] @ q[0, 0, 0, t] / 2).softmax(0)
         distance = ((v[0, 0, :t + 1] - p @ v[0, 0, :t + 1]) @ W_O[0, 0]).square().sum(-1)
@@ -725,7 +736,7 @@ def test_wush_a_key_hessian_predicts_what_small_noise_does_to_the_module():
     o = W.causal_attention(many(q), k + 1e-4 * normal(4, 4000, 2, 6, 4) @ A.mT, many(v))
     change = torch.einsum("bgrtd,grdD->btD", o - W.causal_attention(q, k, v), blocks) * 1e4
     change = change.square().sum((1, 2))
-    H = W.second_moment(q, W.attention_sensitivity(q, k, v, blocks)[0])
+    H = W.second_moment(q, W.attention_sensitivity(q, k, v, gram(blocks))[0])
     assert abs(change.mean() - trace(H @ A @ A.mT).sum() / 2) <= 5 * change.std() / math.sqrt(4000)
 
 
@@ -744,9 +755,10 @@ def tokens(*shape, seed=1):
 def transforms(model, condition=100.0, seed=2):
     """Draw T (l, g, 1, d, d) with singular values from condition^-½ to condition^½."""
     c, draw = model.config, torch.Generator().manual_seed(seed)
-    shape = c.num_hidden_layers, c.num_key_value_heads, 1, c.head_dim, c.head_dim
+    d = W.head_dim(c)
+    shape = c.num_hidden_layers, c.num_key_value_heads, 1, d, d
     U, V = (torch.linalg.qr(torch.randn(shape, generator=draw, dtype=torch.float64)).Q for _ in range(2))
-    return (U * torch.logspace(-0.5, 0.5, c.head_dim, base=condition, dtype=torch.float64) @ V).float()
+    return (U * torch.logspace(-0.5, 0.5, d, base=condition, dtype=torch.float64) @ V).float()
 
 def scheme(T_K, k_codec, v_codec):
     """Make a cache's scheme of its key transforms; those of values are the model's matter."""
@@ -1650,6 +1662,7 @@ def test_zero_and_constant_rows_survive(fn, rule, bits):
 
 @pytest.mark.parametrize("n", (1, 13, 17, 127, 129))
 def test_encode_reads_and_writes_nothing_beyond_its_tokens(n):
+    """P05."""
     torch.manual_seed(n)
     buffer = torch.randn(1, 1, 160, 64)
     buffer[:, :, n:] = torch.nan
@@ -1741,7 +1754,7 @@ def test_decode_attention_stands_scores_of_ten_thousand(peak):
 
 
 def test_decode_attention_finds_tokens_beyond_two_to_the_thirty_one_bytes():
-    """3 GB of codes, untouched but for the last row: a 32-bit offset would wrap."""
+    """P36. 3 GB of codes, untouched but for the last row: a 32-bit offset would wrap."""
     b, g, capacity, d = 3, 1, 2**25, 128
     small = example(1, g, 4, d, (2, 2), (0, 100, 0), seed=3)
     n, buffers = torch.zeros(b, dtype=torch.int32), []
@@ -1879,7 +1892,7 @@ for d, bits in ((128, 2), (128, 3), (128, 4), (64, 2), (64, 3), (64, 4)):
 
 @slow
 def test_offsets_of_batch_head_and_token_are_64_bits_wide():
-    """Compiled, a pointer is moved as a whole by 64-bit numbers or constants; 32 bits count within a tile."""
+    """P36. Compiled, a pointer moves as a whole by 64-bit numbers or constants; 32 bits count in a tile."""
     in_python(r"""
 import re, kernels
 decode = kernels.compile_decode(90, 128, (2, 3), True)
@@ -1889,3 +1902,680 @@ for compiled in (decode, encode):
     assert by and all(width == "i64" for name, width in by if not re.match(r"%c\d+_i32", name)), by
     assert re.search(r"arith.muli .* : (tensor<.*x)?i64", compiled.asm["ttir"])
 """)
+
+
+# ---- transformers
+
+KINDS = {"llama": {}, "qwen2": {"head_dim": None, "num_attention_heads": 4}, "qwen3": {},
+         "mistral": {"sliding_window": None}}
+
+
+each_attention = lambda f: pytest.mark.filterwarnings("ignore")(
+    pytest.mark.parametrize("attention", ["wush", "sdpa", "eager"])(f))
+
+
+@functools.cache
+def their_model(kind, attention="wush", **changes):
+    """Make transformers' model of a kind, with an attention, and random transforms of condition 9."""
+    W.WushCache                                          # the name registers attention "wush"
+    hf = tiny(kind, **KINDS[kind] | changes).requires_grad_(False)
+    hf.set_attn_implementation(attention)
+    return hf, {"k": transforms(hf, 9.0, 3), "v": transforms(hf, 9.0, 4)}
+
+
+class Numbers:
+    """A tokenizer of texts that are token ids."""
+    def __call__(self, text, **how):
+        return {"input_ids": [int(word) for word in text.split()]}
+
+
+NUMBERS = " ".join(map(str, tokens(600, seed=8).tolist()))
+
+
+def padded(*lengths):
+    """Draw prompts of these lengths: their ids with padding 0 at the left, and the mask."""
+    mask = (torch.arange(max(lengths)) >= max(lengths) - torch.tensor(lengths)[:, None]).long()
+    return mask * (1 + tokens(*mask.shape, seed=len(lengths))), mask
+
+
+def generated(hf, ids, cache=None, mask=None, steps=36, **how):
+    """Generate greedily, with transformers' own cache if `cache` is None."""
+    mask, how = torch.ones_like(ids) if mask is None else mask, {"pad_token_id": 0, "eos_token_id": 255} | how
+    return hf.generate(ids, attention_mask=mask, do_sample=False, max_new_tokens=steps, min_new_tokens=steps,
+                       **how | ({"past_key_values": cache} if cache else {}))
+
+
+@torch.no_grad()
+def through(hf, ids, cache, cuts=1000, **how):
+    """Feed ids (b, t) in calls of `cuts` tokens through a cache: logits (b, t, v)."""
+    return torch.cat([hf(part, past_key_values=cache, **how).logits for part in ids.split(cuts, 1)], 1)
+
+
+@each_attention
+@pytest.mark.parametrize("kind", KINDS)
+def test_generation_with_quantization_off_gives_the_tokens_of_transformers_own_cache(kind, attention):
+    """P47, P27. Greedy, beams, left-padded, with guesses from the prompt and from another model."""
+    (hf, T), plain = their_model(kind, attention), their_model(kind, "sdpa")[0]
+    ids, mask = padded(50, 21, 37)
+    cycle = torch.arange(1, 20).repeat(3)[None]          # guesses from it are sometimes right
+    guess = tiny("llama", seed=1, num_hidden_layers=1).requires_grad_(False)
+    for row, how in ((ids[:1], {}), (ids[:1], {"num_beams": 3, "num_return_sequences": 2}),
+                     (ids, {"mask": mask}), (ids, {"mask": mask, "num_beams": 2}),
+                     (cycle, {"prompt_lookup_num_tokens": 4}), (cycle, {"assistant_model": guess})):
+        cache = W.WushCache(hf.config, T, bits=16, **WINDOWS)
+        got = generated(hf, row, cache, **how)
+        assert torch.equal(got, generated(plain, row, **how)), how
+        assert type(cache.get_seq_length()) is int and cache.is_initialized
+        assert max(cache.layers[1].window.n_packed) >= 3 * 8                   # the transforms were at work
+
+
+@each_attention
+@pytest.mark.parametrize("kind", KINDS)
+def test_eight_bits_move_logits_by_less_than_a_hundredth(kind, attention):
+    """P24: two bits move them by more. Weights as transformers draws them, T calibrated; one warning."""
+    hf, ids = their_model(kind, attention, initializer_range=0.02)[0], tokens(2, 120)
+    T = W.calibrate(hf, Numbers(), NUMBERS, length=200, refine=())
+    run = lambda bits: through(hf, ids, W.WushCache(hf.config, T, bits, **WINDOWS), [80] + [1] * 40)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        off = run(16)
+    said = [str(w.message) for w in caught if w.category is UserWarning]
+    assert ["set_attn_implementation('wush')" in text for text in said] == [True] * (attention != "wush")
+    assert distance(off, reference(hf, ids)) < 1e-4 and off.std() > 0.1
+    assert distance(run(8), off) < 1e-2 < distance(run(2), off)
+
+
+@pytest.mark.parametrize("refine", [(), tuple(W.REFINEMENTS)])
+def test_padded_rows_at_2_bits_get_the_tokens_they_get_alone_though_one_ends_early(refine):
+    """P17, P19, P20. The unpadded row ends at its second token; the padding's id makes no difference."""
+    hf, (ids, mask) = their_model("qwen3")[0], padded(60, 33, 48)
+    T = W.calibrate(hf, Numbers(), NUMBERS, length=200, refine=refine)
+    make = lambda: W.WushCache(hf.config, T, **WINDOWS)
+    alone = [generated(hf, row[None, keep.bool()], make())[0, keep.sum():] for row, keep in zip(ids, mask)]
+    cache, ends = make(), lambda ids, scores: torch.tensor([ids.shape[1] >= 62, False, False])
+    batch = generated(hf, ids + 7 * (1 - mask), cache, mask, stopping_criteria=[ends], pad_token_id=9)[:, 60:]
+    assert batch[0].tolist() == [*alone[0][:2], *[9] * 34]
+    assert all(torch.equal(batch[i], alone[i]) for i in (1, 2))
+    assert cache.layers[0].window.n == [95, 68, 83] and cache.get_seq_length() == 95
+    off = generated(hf, ids, W.WushCache(hf.config, T, 16, **WINDOWS), mask)[:, 60:]
+    assert not torch.equal(off[1:], batch[1:])
+
+
+@each_attention
+@pytest.mark.parametrize("transform", ["wush", "wush_a", "oscar"])
+def test_calibrating_transformers_model_gives_what_calibrating_ours_gives(transform, attention):
+    """Signs of eigenvectors are not in TᵀT; float32 noise grows by 1 + d/γ at most (P41). F is T's own."""
+    hf = tiny(attention_bias=True).requires_grad_(False).train()
+    hf.set_attn_implementation(attention)
+    hf.model.layers[1].eval()
+    state = lambda: [(m.training, sorted(m.__dict__)) for m in hf.modules()], hf.config._attn_implementation
+    before, refine = (state[0](), state[1]), tuple(W.REFINEMENTS)
+    texts = [NUMBERS[:500], NUMBERS[500:]]
+    got = W.calibrate(hf, Numbers(), texts, length=150, sequences=3, transform=transform)
+    assert (state[0](), hf.config._attn_implementation) == before
+    with pytest.raises(IndexError):                      # a token beyond the vocabulary
+        W.calibrate(hf, Numbers(), "1 2 999")
+    assert (state[0](), hf.config._attn_implementation) == before
+    ours = W.Model(hf.config, hf.state_dict(), *W.rope_frequencies(hf.config))
+    ids = sum((Numbers()(text)["input_ids"] for text in texts), [])
+    moments = W.collect_moments(ours, list(torch.tensor(ids[:450]).split(150)), transform == "wush_a")
+    want = W.derive(moments, transform, None, refine if "wush" in transform else ())
+    assert got.keys() == want.keys() and len(got) == (2 if transform == "oscar" else 4)
+    for side, (_, hess) in zip("kv", W.TRANSFORMS[transform][1:]):
+        assert close(moment(got[side].double()), moment(want[side].double()), 1e-4)
+        if "k_feedback" in got:
+            assert close(got[side + "_feedback"], W.feedback(got[side], moments[hess], True).float(), 1e-3)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("attention", ["wush", "sdpa"])
+@pytest.mark.parametrize("refine", [(), tuple(W.REFINEMENTS)])
+def test_perplexity_through_transformers_equals_perplexity_of_our_loop(refine, attention, tmp_path):
+    """P45: 300 tokens in calls of 16, to 1e-3 relative; and quantization moves it by more."""
+    hf, model = saved(tmp_path)
+    W.WushCache
+    hf.set_attn_implementation(attention)
+    T = W.calibrate(hf, Numbers(), NUMBERS, length=200, refine=refine)
+    codec, ids = Codec(2, "centred", W.WIDENED[2]) if refine else TWO, tokens(1, 300, seed=9)
+    want = W.perplexity(model, [ids[0]], {"T": W.Scheme(codec, codec, T)}, **WINDOWS)
+    scores = through(hf, ids, W.WushCache(hf.config, T, **WINDOWS), 16)[0, :-1].log_softmax(-1)
+    nll = -scores.gather(1, ids[0, 1:, None]).mean().item()
+    assert math.exp(nll) == pytest.approx(want["T"]["perplexity"][0], rel=1e-3)
+    assert abs(math.log(want["none"]["perplexity"][0]) - nll) > 1e-3
+
+
+def whole(seed, *shape):
+    return torch.randint(-4, 5, shape, generator=torch.Generator().manual_seed(seed)).float()
+
+
+class Operations(stateful.RuleBasedStateMachine):
+    """The window cache against lists of its tokens; T and they are whole, so sums are exact in any order."""
+    T, codec, sink, keep, flush = whole_T(5), Codec(3), 3, 17, 5
+    empty = lambda self, batch: W.WindowCache(batch, 2, 16, self.T, *[self.codec] * 2, 3, 17, 5)
+
+    @stateful.initialize(batch=st.integers(1, 3))
+    def make(self, batch):
+        self.cache = self.empty(batch)
+        self.rows = [[] for _ in range(batch)]           # of tokens: [k, v] (g, d), then [k, v, packed bytes]
+
+    @stateful.rule(t=st.integers(1, 40), seed=seeds, padding=st.integers(0, 50))
+    def append(self, t, seed, padding):
+        k, v, q = whole(seed, 3, len(self.rows), 2, t, 16)
+        pad, q = [max(0, padding - 20 * i) % (t + 1) for i in range(len(self.rows))], q[:, :, None] / 4
+        o, before = self.cache.attend(q, k, v, pad), [*map(len, self.rows)]
+        for i, row in enumerate(self.rows):
+            new = [[k[i, :, j], v[i, :, j]] for j in range(pad[i], t)]
+            seen = [self.stored(token) for token in row] + new
+            row += new
+            if pad[i] < t:
+                K, V = (torch.stack(x, 1) for x in zip(*seen))
+                want = softmax_attention(q[i, :, :, pad[i]:], K, V, before[i])
+                assert distance(o[i, :, :, pad[i]:], want) < 1e-3
+            done = sum(len(token) > 2 for token in row)
+            due = (len(row) - self.sink - done - self.keep) // self.flush * self.flush
+            for token in row[self.sink + done:self.sink + done + max(due, 0)]:
+                token.append(self.packed(token))
+
+    def packed(self, token):
+        k = W.quantize(W.apply(self.T, token[0][None, :, None]), self.codec)
+        return *k, *W.quantize(token[1][None, :, None], self.codec)
+
+    def stored(self, token):
+        if len(token) == 2:
+            return token
+        k, v = W.dequantize(*token[2][:3]), W.dequantize(*token[2][3:])
+        return W.apply(torch.linalg.inv(self.T.double()), k)[0, :, 0], v[0, :, 0]
+
+    @stateful.rule(count=st.integers(0, 60))
+    def crop(self, count):
+        self.cache.crop(count)
+        self.rows = [row[:max(len(row) - count, 0)] for row in self.rows]
+
+    @stateful.rule(dice=st.randoms(use_true_random=False), size=st.integers(1, 3))
+    def select(self, dice, size):
+        """A larger size repeats rows, as beams do."""
+        rows = [dice.randrange(len(self.rows)) for _ in range(size)]
+        self.cache.select(torch.tensor(rows))
+        self.rows = [[[*token] for token in self.rows[i]] for i in rows]
+
+    @stateful.precondition(lambda self: len(self.rows) < 3)
+    @stateful.rule()
+    def repeat(self):
+        self.cache.repeat(2)
+        self.rows = [[[*token] for token in row] for row in self.rows for _ in range(2)]
+
+    @stateful.rule()
+    def save_and_restore(self):
+        state, self.cache = self.cache.state(), self.empty(1)
+        self.cache.restore(state)
+
+    @stateful.precondition(lambda self: sum(map(len, self.rows)) > 150)
+    @stateful.rule()
+    def reset(self):
+        self.cache.reset()
+        self.rows = [[] for _ in self.rows]
+
+    @stateful.invariant()
+    def equal(self):
+        cache = self.cache
+        assert cache.n == [*map(len, self.rows)]
+        assert cache.n_packed == [sum(len(token) > 2 for token in row) for row in self.rows]
+        longest = max(cache.n)
+        all_read = [W.apply(self.T, cache.read(0, longest)), cache.read(1, longest)]
+        for i, row in enumerate(self.rows):
+            for side, packed in enumerate((cache.k, cache.v)):
+                s, p, r = len(row[:self.sink]), cache.n_packed[i], cache.n_recent(i)
+                held = torch.cat([cache.sinks[side][i, :, :s], cache.recent[side][i, :, :r]], 1)
+                exact = [token[side] for token in row if len(token) == 2]
+                assert torch.equal(held, torch.stack(exact, 1) if exact else held[:, :0])
+                if p:
+                    frozen = [torch.cat(x, 2)[0] for x in zip(*(token[2] for token in row if len(token) > 2))]
+                    codes, scale, offset = frozen[3 * side:3 * side + 3]
+                    assert torch.equal(packed.codes[i, :, :p], pack_ref(codes, 3))
+                    assert torch.equal(packed.pair[i, :, :p], join_pair(scale, offset))
+                    read = all_read[side][i, :, longest - len(row) + self.sink:][:, :p]
+                    assert distance(read, W.dequantize(codes, scale, offset)) < 1e-3
+
+
+TestOperations = Operations.TestCase
+TestOperations.settings = settings(max_examples=12, stateful_step_count=18, deadline=None)
+
+
+# --- What users do to a cache.
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("attention", ["wush", "sdpa"])
+@pytest.mark.parametrize("bits, question", [(16, 60), (2, 5)])
+def test_second_question_over_a_cached_context_is_answered_as_by_a_fresh_cache(bits, question, attention):
+    """P27. A long first answer packs some of the context, which only shows with quantization on."""
+    hf, T = their_model("qwen3", attention)
+    context, first, second = tokens(1, 71), tokens(1, question, seed=5), tokens(1, 9, seed=6)
+    make = lambda: W.WushCache(hf.config, T, bits, sink=4, keep=16, flush=24)
+    cache = make()
+    prefix = through(hf, context, cache)
+    generated(hf, torch.cat([context, first], 1), cache, steps=3)
+    used = question + 2                                  # the last token of an answer is never fed back
+    assert cache.get_seq_length() == 71 + used and cache.get_mask_sizes(5, 0) == (76 + used, 0)
+    cache.crop(-used)
+    assert cache.get_seq_length() == 71 and type(cache.get_seq_length()) is int
+    both, fresh = torch.cat([context, second], 1), make()
+    through(hf, context, fresh)
+    again = generated(hf, both, cache, steps=20)
+    assert torch.equal(again, generated(hf, both, fresh, steps=20))
+    cache.reset()
+    assert cache.get_seq_length() == 0 and cache.nbytes == 0
+    assert distance(through(hf, context, cache), prefix) == 0
+    assert prefix.dtype == cache.layers[0].update(*torch.zeros(2, 1, 2, 1, 16).to(prefix.dtype))[0].dtype
+
+
+@pytest.mark.parametrize("length", [2, 4, 20, 52, 53, 60, 79, 0])
+@pytest.mark.parametrize("old", [False, True])
+def test_cropping_into_any_region_equals_never_having_fed_what_was_cropped(length, old):
+    """80 tokens are 4 sinks, 48 packed and 28 recent. Both ways to name the length; -1 too much is all."""
+    hf, T = their_model("qwen3")
+    ids, more, cache = tokens(2, 80), tokens(2, 9, seed=4), W.WushCache(hf.config, T, 16, **WINDOWS)
+    through(hf, ids, cache)
+    assert cache.layers[0].window.sizes() == ([4, 4], [48, 48], [28, 28])
+    cache.crop(length) if old and length else cache.crop(length - 80 - (length == 0))
+    assert cache.get_seq_length() == length
+    assert cache.layers[1].window.n_packed == [min(48, max(length - 4, 0))] * 2
+    want = reference(hf, torch.cat([ids[:, :length], more], 1))[:, length:]
+    assert distance(through(hf, more, cache, [5, 1, 3]), want) < 1e-4
+    cache.crop(0)
+    assert cache.get_seq_length() == length + 9
+
+
+def test_rows_can_be_reordered_selected_and_repeated():
+    hf, T = their_model("qwen3")
+    (ids, mask), more = padded(60, 41, 53), tokens(6, 4, seed=4)
+    cache = W.WushCache(hf.config, T, 16, **WINDOWS)
+    with torch.no_grad():
+        hf(ids, attention_mask=mask, past_key_values=cache, position_ids=(mask.cumsum(1) - 1).clamp(min=0))
+    cache.reorder_cache(torch.tensor([2, 0, 1]))
+    cache.batch_select_indices(torch.tensor([0, 2]))
+    cache.batch_repeat_interleave(3)
+    rows = [2] * 3 + [1] * 3
+    assert cache.layers[0].window.n == [53] * 3 + [41] * 3 and cache.get_seq_length() == 60
+    positions = mask[rows].sum(1, keepdim=True) + torch.arange(4)
+    seen = torch.cat([mask[rows], torch.ones_like(more)], 1)
+    got = through(hf, more, cache, attention_mask=seen, position_ids=positions)
+    for i, row in enumerate(rows):
+        alone = torch.cat([ids[row][mask[row].bool()], more[i]])[None]
+        assert distance(got[i], reference(hf, alone)[0, -4:]) < 1e-4
+
+
+@pytest.mark.parametrize("k_bits, v_bits", [(2, 2), (16, 3)])
+def test_cache_read_back_from_disk_goes_on_bit_for_bit(k_bits, v_bits, tmp_path):
+    """And a deep copy, which examples make of a prompt's cache; batches of other lengths too."""
+    hf, (ids, mask) = their_model("qwen3")[0], padded(60, 47)
+    T = W.calibrate(hf, Numbers(), NUMBERS, length=200)
+    cache = W.WushCache(hf.config, T, k_bits=k_bits, v_bits=v_bits, **WINDOWS)
+    through(hf, ids[:, :50], cache, attention_mask=mask[:, :50])
+    cache.save(tmp_path / "cache.pt")
+    back, copied = W.WushCache.load(tmp_path / "cache.pt", hf.config), copy.deepcopy(cache)
+    assert back.get_seq_length() == 50 and back.layers[0].window.n == [50, 37]
+    want = generated(hf, ids, cache, mask)
+    assert torch.equal(generated(hf, ids, copied, mask), want)
+    assert torch.equal(generated(hf, ids, back, mask), want)
+    for ours, theirs in zip(cache.layers, back.layers):
+        a, b = ours.window.state(), theirs.window.state()
+        assert a["n"] == b["n"] and all(torch.equal(x, y) for key in ("sinks", "recent", "packed")
+                                        for x, y in zip(a[key], b[key]))
+    empty = W.WushCache(hf.config, T)
+    empty.save(tmp_path / "cache.pt")
+    assert not W.WushCache.load(tmp_path / "cache.pt", hf.config).is_initialized
+
+
+def test_wush_attention_without_its_cache_is_sdpa():
+    from transformers import DynamicCache
+    hf, (ids, mask) = their_model("llama")[0], padded(40, 22)
+    plain = their_model("llama", "sdpa")[0]
+    for how in {"use_cache": False}, {"past_key_values": DynamicCache(config=hf.config)}:
+        with torch.no_grad():
+            a, b = (m(ids, attention_mask=mask, **copy.deepcopy(how)).logits for m in (hf, plain))
+        assert torch.equal(a, b)
+
+
+@pytest.mark.filterwarnings("ignore")
+@each_attention
+def test_scores_are_scaled_as_the_model_says(attention):
+    hf = tiny().requires_grad_(False)
+    W.WushCache
+    hf.set_attn_implementation("sdpa")
+    for layer in hf.model.layers:
+        layer.self_attn.scaling = 0.1
+    ids = tokens(1, 80)
+    want, T = reference(hf, ids), {"k": transforms(hf), "v": transforms(hf)}
+    hf.set_attn_implementation(attention)
+    got = through(hf, ids, W.WushCache(hf.config, T, 16, **WINDOWS), [60] + [1] * 20)
+    assert distance(got, want) < 1e-4 < distance(want, reference(their_model("qwen3")[0], ids))
+
+
+def refusing(hf, T):
+    return lambda: W.calibrate(hf, Numbers(), NUMBERS), lambda: W.folded_values(hf, T["v"]).__enter__()
+
+
+@pytest.mark.filterwarnings("ignore")
+@each_attention
+def test_gradients_are_refused_on_the_way_back_and_only_there(attention):
+    hf, ids = tiny(), tokens(1, 60)
+    W.WushCache
+    hf.set_attn_implementation(attention)
+    out = hf(ids, past_key_values=W.WushCache(hf.config, their_model("qwen3")[1], 16, **WINDOWS)).logits
+    assert distance(out, reference(hf, ids)) < 1e-4
+    with pytest.raises(ValueError, match="gradients"):
+        out.sum().backward()
+
+
+@pytest.mark.filterwarnings("ignore")
+@each_attention
+def test_logits_with_quantization_off_in_bfloat16_and_keys_and_values_are_transformers_own(attention):
+    """P47, P16. 3e-2 of the largest, some of bfloat16's steps of 2^-8; in float32 1e-4, with blocks of T."""
+    from transformers import DynamicCache
+    ids, T = tokens(2, 120), {side: transforms(their_model("qwen3")[0], 4.0) for side in "kv"}
+    hf = tiny().requires_grad_(False).bfloat16()
+    want, cache = reference(hf, ids), W.WushCache(hf.config, T, 16, **WINDOWS)
+    hf.set_attn_implementation(attention)
+    got = through(hf, ids, cache, [60] + [1] * 60)
+    assert got.dtype == torch.bfloat16 and distance(got, want) < 3e-2 * want.abs().max()
+    hf, own = their_model("qwen3", attention)[0], DynamicCache()
+    T = W.calibrate(hf, Numbers(), NUMBERS, length=200, group=8)
+    cache = W.WushCache(hf.config, T, 16, **WINDOWS)
+    through(hf, ids, own), through(hf, ids, cache, [60] + [1] * 60)
+    for ours, theirs in zip(cache.layers, own.layers):
+        assert ours.scheme.k_codec.group == 8 and ours.window.k.T.shape == (2, 2, 8, 8)
+        assert distance(ours.keys, theirs.keys) < 1e-4 and distance(ours.values, theirs.values) < 1e-4
+
+
+# --- Folding, sharding, devices, files for serving.
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("attention", ["wush", "sdpa"])
+def test_folding_values_changes_no_logits_and_is_undone_bit_for_bit(attention):
+    """A cache notices a fold, in the middle of a text too; one of other transforms is refused."""
+    hf, T = tiny(attention_bias=True).requires_grad_(False), their_model("qwen3")[1]
+    hf.set_attn_implementation(attention)
+    before, ids = {name: p.clone() for name, p in hf.named_parameters()}, tokens(1, 100)
+    want, cache = reference(hf, ids), W.WushCache(hf.config, T, 16, **WINDOWS)
+    got = [through(hf, ids[:, :40], cache)]
+    with W.folded_values(hf, T["v"]):
+        name = "model.layers.0.self_attn.v_proj.weight"
+        assert distance(hf.get_parameter(name), before[name]) > 0.1
+        got.append(through(hf, ids[:, 40:80], cache, 1))
+        assert distance(reference(hf, ids), want) < 1e-4
+        for refused in refusing(hf, T):
+            with pytest.raises(ValueError, match="folded"):
+                refused()
+        other = W.WushCache(hf.config, T | {"v": T["k"]}, 16)
+        with pytest.raises(ValueError, match="another T_V"):
+            through(hf, ids, other)
+    got.append(through(hf, ids[:, 80:], cache))
+    assert distance(torch.cat(got, 1), want) < 1e-4
+    with pytest.raises(ZeroDivisionError), W.folded_values(hf, T["v"]):
+        1 / 0
+    with pytest.raises(ValueError), W.folded_values(hf, T["v"][:1]):
+        pass
+    assert all(torch.equal(p, before[name]) for name, p in hf.named_parameters())
+    assert torch.equal(reference(hf, ids), want)
+
+
+@pytest.mark.parametrize("heads, world_size, want", [
+    (8, 1, [[0, 1, 2, 3, 4, 5, 6, 7]]), (4, 2, [[0, 1], [2, 3]]), (2, 2, [[0], [1]]),
+    (2, 8, [[0], [0], [0], [0], [1], [1], [1], [1]]), (1, 3, [[0]] * 3),
+    (6, 4, None), (3, 2, None), (2, 0, None)])
+def test_each_rank_gets_the_transforms_of_its_heads(heads, world_size, want):
+    T = {"k": normal(0, 2, heads, 1, 4, 4), "k_feedback": normal(1, 2, heads, 1, 4, 4)}
+    if want is None:
+        with pytest.raises(ValueError):
+            W.shard_transforms(T, 0, world_size)
+        return
+    for rank, own in enumerate(want):
+        got = W.shard_transforms(T, rank, world_size)
+        assert all(torch.equal(x, T[key][:, own]) for key, x in got.items())
+    for rank in (-1, world_size):
+        with pytest.raises(ValueError, match="rank"):
+            W.shard_transforms(T, rank, world_size)
+
+
+def test_model_that_accelerate_has_dispatched_is_calibrated_and_served(tmp_path):
+    """Two places: the CPU, and the disk, from which accelerate's hooks bring the weights in time."""
+    accelerate = pytest.importorskip("accelerate")
+    hf, T = tiny().requires_grad_(False), their_model("qwen3")[1]
+    W.WushCache
+    hf.set_attn_implementation("wush")
+    ids, text = tokens(1, 50), NUMBERS[:800]
+    want, tensors = generated(hf, ids), W.calibrate(hf, Numbers(), text)
+    on_cpu = "model.embed_tokens", "model.layers.0", "model.norm", "model.rotary_emb", "lm_head"
+    places = dict.fromkeys(on_cpu, "cpu") | {"model.layers.1": "disk"}
+    hf = accelerate.dispatch_model(hf, places, main_device="cpu", offload_dir=tmp_path)
+    assert hf.model.layers[1].self_attn.o_proj.weight.is_meta
+    assert torch.equal(generated(hf, ids, W.WushCache(hf.config, T, 16, **WINDOWS)), want)
+    assert all(torch.equal(x, tensors[key]) for key, x in W.calibrate(hf, Numbers(), text).items())
+    with pytest.raises(ValueError, match="plain weights"), W.folded_values(hf, T["v"]):
+        pass
+
+
+def test_each_layer_lives_where_its_keys_are_and_moves_with_them():
+    """A device that holds no numbers stands for a second one."""
+    hf, T = their_model("qwen3")
+    keys = lambda device: torch.zeros(1, 2, 30, 16, device=device).bfloat16()
+    cache = W.WushCache(hf.config, T, **WINDOWS)
+    cache.layers[0].lazy_initialization(keys("cpu"))
+    cache.layers[1].lazy_initialization(keys("meta"))
+    for layer, device in zip(cache.layers, ("cpu", "meta")):
+        tensors = *layer.window.sinks, layer.window.k.T, layer.window.T_query, layer.window.v.codes, layer.T_V
+        assert {x.device.type for x in tensors} == {device} and layer.window.recent[0].dtype == torch.bfloat16
+    cache.layers[0].lazy_initialization(keys("meta"))
+    assert cache.layers[0].window.recent[0].is_meta
+
+
+def test_saved_transforms_are_what_serving_reads(pair, tmp_path):
+    """Rules of spec.md, 7: the four products of row vectors leave the scores and the outputs as they were."""
+    model, path = pair[1], str(tmp_path / "WUSH.pt")
+    T = W.derive(W.collect_moments(model, [tokens(200)]), "wush")
+    W.save_transforms(path, T, {})
+    served = torch.load(path, weights_only=True)
+    assert served.keys() == {"k", "v"} and len({t.dtype for t in served.values()}) == 1
+    for t in served.values():
+        assert t.shape == (2, 2, 1, 16, 16) and t.is_floating_point() and t.isfinite().all()
+        assert torch.linalg.cond(t.double()).max() < 1e3 and t.device.type == "cpu"
+    q, (k, v) = normal(0, 2, 2, 3, 7, 16), normal(1, 2, 2, 2, 1, 9, 16)      # (l, g, r, t, d)
+    O, (T_K, T_V) = normal(3, 2, 2, 3, 16, 64), (served[side].double() for side in "kv")
+    inverse = torch.linalg.inv
+    assert close((q @ inverse(T_K)) @ (k @ T_K.mT).mT, q @ k.mT, 1e-9)
+    p = (q @ k.mT).softmax(-1)
+    assert close(p @ (v @ T_V.mT) @ (inverse(T_V).mT @ O), p @ v @ O, 1e-9)
+    assert not close(p @ (v @ T_V.mT) @ (inverse(T_V) @ O), p @ v @ O, 1e-1)
+    loaded = W.load_transforms(path)
+    assert all(torch.equal(loaded[side], T[side]) for side in "kv")
+    torch.save({"k": T["k"], "v": T["v"][:, :1]}, path)
+    with pytest.raises(ValueError, match="of shape"):
+        W.load_transforms(path)
+
+
+# --- What must not happen.
+
+@pytest.mark.parametrize("kind, changes, words", [
+    ("mistral", {"sliding_window": 16}, "full attention"), ("qwen2", {"head_dim": 24}, "head_dim 24"),
+    ("qwen2", {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 1}, "full attention"),
+    ("qwen3", {"layer_types": ["full_attention", "sliding_attention"]}, "full attention")])
+def test_model_that_a_window_cache_would_serve_wrongly_is_refused(kind, changes, words):
+    """P08, P31."""
+    hf, T = tiny(kind, **changes), their_model("qwen3")[1]
+    for refused in (*refusing(hf, T), lambda: W.WushCache(hf.config, T)):
+        with pytest.raises(ValueError, match=words) as caught:
+            refused()
+        assert str(caught.value).count(".") < 2 and len(str(caught.value)) < 120
+
+
+def test_model_without_the_usual_projections_is_refused():
+    hf, T = tiny(), their_model("qwen3")[1]
+    hf.model.layers[1].self_attn.dense = hf.model.layers[1].self_attn.o_proj
+    del hf.model.layers[1].self_attn.o_proj
+    for refused in refusing(hf, T):
+        with pytest.raises(ValueError, match="o_proj"):
+            refused()
+
+
+CAUSAL = torch.ones(2, 1, 16, 16).tril().bool()
+
+
+@pytest.mark.parametrize("mask, words", [
+    (torch.tensor([[1] * 15 + [0], [1] * 16]), "left only"), (CAUSAL | True, "left only"),
+    (torch.tensor([[0, 0, 1, 1, 0] + [1] * 11] * 2), "left only"), (CAUSAL[..., :12], "left only"),
+    (CAUSAL.expand(2, 8, 16, 16), "left only"), (-(~CAUSAL).float(), "left only"), (CAUSAL[:1], None),
+    (-3e38 * (~CAUSAL).float(), None), (torch.tensor([[0] * 16, [0] * 7 + [1] * 9]), None), (None, None)])
+def test_mask_is_left_padding_and_causal_or_refused(mask, words):
+    hf, T = their_model("qwen3")
+    run = lambda: through(hf, tokens(2, 16), W.WushCache(hf.config, T, **WINDOWS), attention_mask=mask)
+    if words is None:
+        assert run().isfinite().all()
+        return
+    with pytest.raises(ValueError, match=words):
+        run()
+
+
+def test_padding_that_the_cache_does_not_know_is_refused():
+    hf, T = their_model("qwen3")
+    (ids, mask), cache = padded(20, 13), W.WushCache(hf.config, T, **WINDOWS)
+    through(hf, ids, cache, attention_mask=mask)
+    for later in (None, torch.ones(2, 21, dtype=torch.long)):
+        with pytest.raises(ValueError, match="hides other columns"):
+            through(hf, ids[:, :1], copy.deepcopy(cache), attention_mask=later)
+    with pytest.raises(ValueError, match="batch of 1"):
+        through(hf, ids[:1], cache)
+
+
+def test_prompt_fed_in_calls_of_which_some_rows_see_only_padding_equals_rows_alone():
+    hf, T = their_model("qwen3")
+    (ids, mask), cache = padded(60, 13, 31), W.WushCache(hf.config, T, 16, **WINDOWS)
+    positions, got = (mask.cumsum(1) - 1).clamp(min=0), []
+    for i in range(0, 60, 20):
+        with torch.no_grad():
+            got.append(hf(ids[:, i:i + 20], attention_mask=mask[:, :i + 20], past_key_values=cache,
+                          position_ids=positions[:, i:i + 20]).logits)
+    got = torch.cat(got, 1)
+    assert got.isfinite().all()
+    for i, n in enumerate((60, 13, 31)):
+        assert distance(got[i, 60 - n:], reference(hf, ids[i:i + 1, 60 - n:])[0]) < 1e-4
+
+
+@pytest.mark.parametrize("change, words", [
+    (dict(softcap=30.0), "softcap"), (dict(s_aux=torch.zeros(8)), "s_aux"), (dict(dropout=0.1), "dropout"),
+    (dict(is_causal=False), "is_causal"), (dict(sliding_window=9), "sliding_window")])
+def test_attention_of_another_kind_is_refused(change, words):
+    hf, T = their_model("qwen3")
+    k, v = W.WushCache(hf.config, T).update(*torch.randn(2, 1, 2, 5, 16), 0)
+    with pytest.raises(ValueError, match=words):
+        W.wush_attention(hf.model.layers[0].self_attn, torch.randn(1, 8, 5, 16), k, v, None, 0.25, **change)
+
+
+def test_cache_that_wush_attention_does_not_serve_is_refused_at_the_second_call():
+    """Its config says "wush", the model's sdpa: one call's tokens come back, at first all there are."""
+    hf, T = their_model("qwen3", "sdpa")
+    config = copy.deepcopy(hf.config)
+    config._attn_implementation = "wush"
+    cache, ids = W.WushCache(config, T), tokens(1, 9)
+    assert distance(through(hf, ids, cache), reference(hf, ids)) < 1e-4
+    with pytest.raises(ValueError, match="config"):
+        through(hf, ids, cache)
+    other = W.WushCache(their_model("qwen3")[0].config, T)
+    k, v = other.update(*torch.randn(2, 1, 2, 5, 16), 0)
+    attend = lambda: W.wush_attention(hf.model.layers[0].self_attn, torch.randn(1, 8, 5, 16), k, v, None)
+    attend()
+    with pytest.raises(ValueError, match="another layer"):
+        attend()
+
+
+@pytest.mark.parametrize("how, words", [
+    (dict(bits=5), "bits"), (dict(k_bits=1), "bits"), (dict(keep=-1), "keep"), (dict(flush=0), "flush"),
+    (dict(transforms="layers"), "1 layers"), (dict(transforms="heads"), "heads of"),
+    (dict(transforms="values"), "values")])
+def test_wrong_use_is_refused_in_one_sentence(how, words):
+    hf, T = their_model("qwen3")
+    cut = dict(layers=lambda t: t[:1], heads=lambda t: t[:, :1]).get(how.pop("transforms", ""), lambda t: t)
+    T = {key: cut(t) for key, t in T.items() if words != key + "alues"}
+    with pytest.raises(ValueError, match=words):
+        W.WushCache(hf.config, T, **how).update(*torch.randn(2, 1, 2, 5, 16), 0)
+    with pytest.raises(AttributeError):
+        W.NoSuchThing
+
+
+def test_our_loop_runs_without_transformers_cache_classes(pair, tmp_path):
+    """P30."""
+    pair[0].save_pretrained(tmp_path)
+    code = f"""
+        import sys; sys.modules["transformers.cache_utils"] = None
+        from pathlib import Path
+        import torch, wush_kv as W
+        config = W.read_config(Path({str(tmp_path)!r}))
+        model = W.load_model(Path({str(tmp_path)!r}), config)
+        T = W.derive(W.collect_moments(model, [torch.arange(90)]), "wush")
+        cache = W.new_cache(W.fold_values(model, T["v"]), 1, W.Scheme(W.Codec(), W.Codec(), T), 4, 24, 8)
+        print(len(list(W.decode(model, cache, [list(range(60))], 5))), cache[0].n_packed)
+        try: W.WushCache
+        except ImportError: print("no cache")"""
+    assert in_python(textwrap.dedent(code)).split("\n")[:2] == ["5 [32]", "no cache"]
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_example_of_the_readme_runs_as_it_stands(capsys, monkeypatch):
+    """P30. It prints the text and the bytes of 6 layers: 160 tokens of bfloat16 windows, 64 packed."""
+    folder = Path(W.__file__).parent
+    monkeypatch.chdir(folder)
+    example = (folder / "README.md").read_text().split("## Use from transformers")[1].split("```")[1]
+    exec(example.removeprefix("python\n"), {})
+    text, held = capsys.readouterr().out.rsplit(maxsplit=1)
+    assert text.startswith("Tell me where is fancy bred,") and len(text) > 300
+    assert int(held) == 6 * 2 * 2 * (160 * 64 * 2 + 64 * (16 + 4))
+
+
+class Operators(TorchDispatchMode):
+    """Count the operators that run under it and the elements of the largest tensor that one returns anew."""
+    count, largest = 0, 0
+
+    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+        out = operator(*args, **kwargs or {})
+        if not operator.is_view:
+            self.count += 1
+            sizes = [x.numel() for x in tree_leaves(out) if isinstance(x, torch.Tensor)]
+            self.largest = max(self.largest, *sizes, 0)
+        return out
+
+
+@torch.no_grad()
+def decode_step(hf, n, bits):
+    """Run one step on a cache of n tokens, none of which falls due, under `Operators`."""
+    cache = W.WushCache(hf.config, their_model("qwen3")[1] if len(hf.model.layers) == 2 else {
+        side: transforms(hf, 9.0) for side in "kv"}, bits, **WINDOWS)
+    through(hf, tokens(1, n), cache)
+    assert cache.layers[0].window.n_packed == [n - 28]
+    with Operators() as seen:
+        hf(tokens(1, 1), past_key_values=cache)
+    return seen
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_step_runs_as_many_operators_a_layer_whatever_the_context_and_copies_no_cache():
+    """P35, P33. On a GPU they are launches; reading by sdpa, in contrast, makes copies of n·g·d elements."""
+    hf, deeper = their_model("qwen3")[0], their_model("qwen3", num_hidden_layers=3)[0]
+    short, long, off = decode_step(hf, 100, 2), decode_step(hf, 908, 2), decode_step(hf, 908, 16)
+    more = decode_step(deeper, 908, 2)
+    assert short.count == long.count and more.count - long.count <= 120
+    assert long.largest < 908 * 2 * 16 <= decode_step(their_model("qwen3", "sdpa")[0], 908, 2).largest
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_bytes_are_those_of_the_windows_and_the_codes_and_generations_leave_none_behind():
+    """2 layers, heads, sides: 4 + 32 tokens of 16 floats, 64 of 4 + 4 bytes. No tensor outlives its cache."""
+    hf, T = their_model("qwen3")
+    cache = W.WushCache(hf.config, T, **WINDOWS)
+    generated(hf, tokens(1, 60), cache)
+    assert cache.nbytes == 2 * 2 * 2 * ((4 + 32) * 16 * 4 + 64 * (4 + 4))
+    del cache
+    alive = lambda: gc.collect() and sum(isinstance(x, torch.Tensor) for x in gc.get_objects())
+    counts = []
+    for _ in range(4):
+        generated(hf, tokens(2, 30), W.WushCache(hf.config, T, **WINDOWS), steps=4)
+        counts.append(alive())
+    assert counts[1] == counts[3]

@@ -34,6 +34,8 @@ import json
 import math
 import sys
 import time
+import warnings
+from contextlib import contextmanager
 from functools import cache, lru_cache, partial
 from pathlib import Path
 from typing import Callable, Iterable, NamedTuple
@@ -469,6 +471,53 @@ class WindowCache:
         if self.recent[0].shape[2] > self.window_size:
             self.recent = [grow(w, self.window_size) for w in self.recent]
 
+    def crop(self, count: int) -> None:
+        """Drop the last `count` tokens of every row. What is packed stays packed, as it is."""
+        self.n = [max(n - count, 0) for n in self.n]
+        self.n_packed = [min(p, max(n - self.sink, 0)) for n, p in zip(self.n, self.n_packed)]
+
+    def reset(self) -> None:
+        self.crop(max(self.n))
+
+    def select(self, rows: Tensor) -> None:
+        """Keep these batch rows, in this order, some perhaps several times: of beams, of a smaller batch."""
+        rows = torch.arange(len(self.n))[rows.cpu()]             # also of a mask or of negative indices
+        index, rows = rows.to(self.recent[0].device), rows.tolist()
+        self.sinks, self.recent = ([x[index] for x in window] for window in (self.sinks, self.recent))
+        for packed in self.k, self.v:
+            packed.codes, packed.pair = packed.codes[index], packed.pair[index]
+        self.n, self.n_packed = [self.n[row] for row in rows], [self.n_packed[row] for row in rows]
+
+    def repeat(self, times: int) -> None:
+        """Put `times` copies of each row next to each other."""
+        self.select(torch.arange(len(self.n)).repeat_interleave(times))
+
+    def state(self) -> dict:
+        """Return all that is held, without spare room, as torch.save writes it; `restore` takes it back."""
+        count, packed = max(self.n_packed), (self.k.codes, self.k.pair, self.v.codes, self.v.pair)
+        return {"n": self.n, "n_packed": self.n_packed, "packed": [x[:, :, :count].clone() for x in packed],
+                "sinks": self.sinks, "recent": self.recent}
+
+    def restore(self, state: dict) -> None:
+        here = lambda tensors: [x.to(self.recent[0].device, copy=True) for x in tensors]
+        self.n, self.n_packed = [*state["n"]], [*state["n_packed"]]
+        self.sinks, self.recent = here(state["sinks"]), here(state["recent"])
+        self.k.codes, self.k.pair, self.v.codes, self.v.pair = here(state["packed"])
+
+    def read(self, side: int, length: int) -> Tensor:
+        """Dequantize keys (side 0, T undone) or values (1): (b, g, length, d), rows aligned on the right."""
+        packed, sinks, recent = (self.k, self.v)[side], self.sinks[side], self.recent[side]
+        n_sink, n_packed, n_recent = self.sizes()
+        middle = packed.read(max(n_packed))
+        if packed.T is not None:
+            middle = apply(self.T_query.mT, middle)
+        hat = recent.new_zeros(*recent.shape[:2], length, recent.shape[3])
+        for rows in alike([*zip(self.n, self.n_packed)]):
+            i = rows.start
+            parts = (sinks, n_sink[i]), (middle.to(hat.dtype), n_packed[i]), (recent, n_recent[i])
+            hat[rows, :, length - self.n[i]:] = torch.cat([x[rows, :, :count] for x, count in parts], 2)
+        return hat
+
     def attend_ordinary(self, q: Tensor, position: Tensor) -> Tensor:
         """Attend to a cache that is all recent window, as SDPA on its tensors."""
         k, v = (w[:, :, :max(self.n)] for w in self.recent)
@@ -501,7 +550,9 @@ class WindowCache:
         scores = torch.cat(scores, -1) * d ** -0.5
         if t > 1 or len(set(self.n)) > 1:
             seen = torch.cat([self.seen(*part, position) for part in zip(count, sizes, first)], -1)
-            scores = scores.unflatten(2, (r, t)).masked_fill(~seen[:, None, None], -torch.inf).flatten(2, 3)
+            hidden = ~seen[:, None, None]                        # not -inf: padding may see nothing at all
+            scores = scores.unflatten(2, (r, t)).masked_fill(hidden, torch.finfo(torch.float32).min)
+            scores = scores.flatten(2, 3)
         p_sink, p_packed, p_recent = scores.softmax(-1).split(count, -1)
         o = p_sink @ v_sink + self.v.mix(p_packed, count[1]) + p_recent @ v_recent
         return o.unflatten(2, (r, t)).to(dtype)
@@ -593,6 +644,16 @@ def output_blocks(model: Model, l: int) -> Tensor:
     c, W = model.config, model.weights[f"model.layers.{l}.self_attn.o_proj.weight"]
     return W.T.unflatten(0, (c.num_key_value_heads, -1, c.head_dim))
 
+def fold_in(T: Tensor, W: Tensor) -> Tensor:
+    """Fold T (g, n, m, m) into rows, one head's after the other's: W_V or its bias, T W."""
+    columns = W.double().reshape(1, len(T), T.shape[1] * T.shape[2], -1).mT    # (1, g, D or 1, d)
+    return apply(T.double(), columns).mT.reshape(W.shape).to(W.dtype)
+
+def fold_out(T: Tensor, W: Tensor) -> Tensor:
+    """Undo T in columns, one query head's after the other's: the output projection (D, h·d), W T⁻¹."""
+    rows = W.double().unflatten(1, (len(T), -1, T.shape[1] * T.shape[2])).permute(1, 2, 0, 3)  # (g, r, D, d)
+    return apply(inverse_transpose(T.double()), rows[None])[0].permute(2, 0, 1, 3).flatten(1).to(W.dtype)
+
 def fold_values(model: Model, T_V: Tensor) -> Model:
     """Fold T_V (l, g, n, m, m) into a copy of the weights: W_V ← T_V W_V, bias too; W_O(r) ← T_V⁻ᵀ W_O(r).
 
@@ -601,16 +662,11 @@ def fold_values(model: Model, T_V: Tensor) -> Model:
     """
     if model.folded:
         raise ValueError("this model's values are folded already: fold the original one")
-    weights, c = dict(model.weights), model.config
-    for l, T in enumerate(T_V.double()):
-        p = f"model.layers.{l}.self_attn."
-        for name in ("v_proj.weight", "v_proj.bias"):
-            if (W := weights.get(p + name)) is not None:
-                columns = W.double().reshape(1, len(T), c.head_dim, -1).mT             # (1, g, D or 1, d)
-                weights[p + name] = apply(T, columns).mT.reshape(W.shape).to(W.dtype)
-        W, rows = weights[p + "o_proj.weight"], output_blocks(model, l).double().mT    # (g, r, D, d)
-        folded = apply(inverse_transpose(T), rows[None])[0]
-        weights[p + "o_proj.weight"] = folded.permute(2, 0, 1, 3).flatten(1).to(W.dtype)
+    weights = dict(model.weights)
+    rules = {"v_proj.weight": fold_in, "v_proj.bias": fold_in, "o_proj.weight": fold_out}
+    for l, T in enumerate(T_V):
+        names = {f"model.layers.{l}.self_attn.{name}": rule for name, rule in rules.items()}
+        weights |= {name: rule(T, weights[name]) for name, rule in names.items() if name in weights}
     return model._replace(weights=weights, folded=True)
 
 
@@ -774,8 +830,10 @@ def oscar_weight(q_moment: Tensor, k: Tensor) -> Tensor:
     w = (torch.einsum("bgsd,gde->bgse", k, q_moment) * k).sum(-1)
     return w / w.mean((0, 2), keepdim=True).clamp(min=torch.finfo(w.dtype).tiny)
 
-def attention_sensitivity(q: Tensor, k: Tensor, v: Tensor, W: Tensor) -> tuple[Tensor, Tensor]:
+def attention_sensitivity(q: Tensor, k: Tensor, v: Tensor, A: Tensor) -> tuple[Tensor, Tensor]:
     """Weigh queries for WUSH-A: w_{r,t} for the key Hessian, Σ_s p² for the value's, both (b, g, r, t).
+
+    A = W Wᵀ, (g, r, d, d), of each query head's block W of the output projection: ‖Wᵀx‖² = xᵀ A x.
 
     To first order, for a query with probabilities p_s and output o = Σ p_s v_s: an error δ_s of key s moves
     its score by q·δ_s/√d and the head's share of the module's output by p_s (q·δ_s/√d) Wᵀ(v_s − o). If the
@@ -785,8 +843,7 @@ def attention_sensitivity(q: Tensor, k: Tensor, v: Tensor, W: Tensor) -> tuple[T
     unrelated.
     """
     # Differs from the paper: its appendix C was not at hand, this derivation of its WUSH-A is ours.
-    t, d = q.shape[-2:]
-    A = (W.double() @ W.double().mT).float()                                 # (g, r, d, d): ‖Wᵀx‖² = xᵀ A x
+    (t, d), A = q.shape[-2:], A.float()
     q, k, v = q.float(), k[:, :, None].float(), v[:, :, None].float()        # `spread` cancels: no bf16 here
     squares = ((v @ A) * v).sum(-1, keepdim=True)                            # (b, g, r, s, 1)
     step, w, p_squared = max(16, 2 ** 21 // t), [], []
@@ -800,6 +857,34 @@ def attention_sensitivity(q: Tensor, k: Tensor, v: Tensor, W: Tensor) -> tuple[T
         p_squared.append(p2.sum(-1))
     return torch.cat(w, -1).double(), torch.cat(p_squared, -1).double()
 
+def zero_moments(W_O: Tensor, attention_aware: bool = False) -> dict[str, Tensor]:
+    """Make a layer's moments, of no tokens yet, and the Grams of its output blocks W_O (g, r, d, D)."""
+    (g, r, d), W = W_O.shape[:3], W_O.double()
+    names = ("k", "q", "v", "v_oscar") + ("q_attn",) * attention_aware
+    total = {"W": W @ W.mT} | {name: W.new_zeros(g, d, d) for name in names}
+    return total | ({"p_squared": W.new_zeros(g, r)} if attention_aware else {})
+
+def add_moments(total: dict[str, Tensor], q: Tensor, k: Tensor, v: Tensor) -> None:
+    """Add the moments of one call: q (b, g, r, t, d), k and v (b, g, t, d), of a layer."""
+    q_moment = 2 * second_moment(q)
+    total["k"] += second_moment(k)
+    total["q"] += q_moment
+    total["v"] += second_moment(v)
+    total["v_oscar"] += second_moment(v, oscar_weight(q_moment, k))
+    if "p_squared" in total:
+        w, p_squared = attention_sensitivity(q, k, v, total["W"])
+        total["q_attn"] += second_moment(q, w)
+        total["p_squared"] += p_squared.sum((0, 3))                          # Σ p² of each query head
+
+def join_moments(totals: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    """Stack the layers' moments, (l, g, d, d) each, with the Hessians that the output blocks give."""
+    moments = {name: torch.stack([total[name] for total in totals]) for name in totals[0]}
+    grams = moments.pop("W")                                                 # (l, g, r, d, d)
+    moments["o"] = 2 * grams.sum(2)
+    if "p_squared" in moments:
+        moments["o_attn"] = 2 * (moments.pop("p_squared")[..., None, None] * grams).sum(2)
+    return moments
+
 def collect_moments(model: Model, sequences: list[Tensor], attention_aware: bool = False) -> dict:
     """Sum the second moments of every layer over token sequences (t,): by name, (l, g, d, d) each, float64.
 
@@ -807,32 +892,16 @@ def collect_moments(model: Model, sequences: list[Tensor], attention_aware: bool
     w v vᵀ, its weights from the sequence's own query moment, so that one pass does. With `attention_aware`
     also WUSH-A's q_attn and o_attn. Sequences run one at a time, so no padding enters.
     """
-    c, device, layers = model.config, model.inv_freq.device, range(model.config.num_hidden_layers)
-    names = ("k", "q", "v", "v_oscar") + ("q_attn",) * attention_aware
-    moments = {name: torch.zeros(c.num_hidden_layers, c.num_key_value_heads, c.head_dim, c.head_dim,
-                                 dtype=torch.float64, device=device) for name in names}
-    heads = c.num_hidden_layers, c.num_key_value_heads, c.num_attention_heads // c.num_key_value_heads
-    p_squared = torch.zeros(heads, dtype=torch.float64, device=device)       # Σ p² of each query head
+    layers = range(model.config.num_hidden_layers)
+    totals = [zero_moments(output_blocks(model, l), attention_aware) for l in layers]
 
     def observe(l, q, k, v):
-        q_moment = 2 * second_moment(q)
-        found = {"k": second_moment(k), "q": q_moment, "v": second_moment(v),
-                 "v_oscar": second_moment(v, oscar_weight(q_moment, k))}
-        if attention_aware:
-            w, p2 = attention_sensitivity(q, k, v, output_blocks(model, l))
-            found["q_attn"] = second_moment(q, w)
-            p_squared[l] += p2.sum((0, 3))
-        for name, moment in found.items():
-            moments[name][l] += moment
+        add_moments(totals[l], q, k, v)
         return causal_attention(q, k, v)
 
     for ids in tqdm(sequences, desc="calibrate", unit="seq", disable=not sequences or None):
-        forward(model, ids[None].to(device), observe)
-    grams = torch.stack([W @ W.mT for W in (output_blocks(model, l).double() for l in layers)])
-    moments["o"] = 2 * grams.sum(2)                                          # from (l, g, r, d, d)
-    if attention_aware:
-        moments["o_attn"] = 2 * (p_squared[..., None, None] * grams).sum(2)
-    return moments
+        forward(model, ids[None].to(model.inv_freq.device), observe)
+    return join_moments(totals)
 
 def fingerprint(folder: Path) -> str:
     """Hash attention weights of two layers as they lie on disk: the same for every dtype and sharding."""
@@ -860,24 +929,29 @@ def read_sidecar(path: str) -> dict:
     print(f"note: without {path}.json nothing says which model {path} was made for", file=sys.stderr)
     return {}
 
-def load_transforms(path: str, config, device="cpu") -> dict[str, Tensor]:
-    """Read a transforms file. Raises ValueError if it is broken or of another shape."""
-    want = config.num_hidden_layers, config.num_key_value_heads, config.head_dim
+def head_dim(config) -> int:
+    """Return the head dim of a config; some of transformers' leave it out."""
+    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+
+def load_transforms(path: str, config=None, device="cpu") -> dict[str, Tensor]:
+    """Read a transforms file. Raises ValueError if it is broken or of another shape than the model's."""
     try:
         T = torch.load(path, weights_only=True, map_location=device)
         keys = [key for key in ("k_feedback", "v_feedback") if key in T]
         T = {key: T[key].to_dense() for key in ["k", "v"] + keys}
     except Exception as e:       # by where a file is cut or what it holds, half a dozen types
         raise ValueError(f"{path} cannot be read as a transforms file ({type(e).__name__})") from e
+    size = lambda t: (*t.shape[:2], t.shape[2] * t.shape[3]) if t.dim() == 5 else (0, 0, 0)    # l, g, d
+    want = size(T["k"]) if config is None else (
+        config.num_hidden_layers, config.num_key_value_heads, head_dim(config))
     for key, t in T.items():
-        l, g, n, m, rows = t.shape if t.dim() == 5 else (0,) * 5
-        refuse_if((l, g, n * m) != want or rows != m,
+        refuse_if(size(t) != want or 0 in want or t.shape[-2] != t.shape[-1],
                   f"{path} holds transforms of shape {tuple(t.shape)}, not of the model's {want[0]} layers, "
                   f"{want[1]} KV heads and head_dim {want[2]}")
         finite = t.is_floating_point() and t.isfinite().all()
         refuse_if(not finite, f"{path} holds numbers that are not finite or not floating point")
         T[key] = t = t.float()
-        singular = key in "kv" and (torch.linalg.matrix_rank(t) < m).any()
+        singular = key in "kv" and (torch.linalg.matrix_rank(t) < t.shape[-1]).any()
         refuse_if(singular, f"{path} holds transforms that do not invert")
     return T
 
@@ -1082,6 +1156,325 @@ def cache_bytes(config, tokens: int, dtype=torch.bfloat16, **how) -> float:
 
 
 # ------------------------------------------------------------------------------------------------------------
+# Transformers, imported on first use: calibration of its models, and WushCache, its Cache of these windows.
+
+def decoder_config(config):
+    """Return the decoder's own config. Raises ValueError for one that a window cache would serve wrongly."""
+    from transformers.cache_utils import DynamicCache, DynamicLayer
+    c = config.get_text_config(decoder=True)
+    odd = {*(getattr(c, "layer_types", None) or [])} - {"full_attention"}
+    odd = odd or {type(x).__name__ for x in DynamicCache(config=c).layers} - {DynamicLayer.__name__}
+    refuse_if(odd, f"only layers of full attention are supported, not {', '.join(sorted(odd))}")
+    d = head_dim(c)
+    refuse_if(d < 8 or d & (d - 1), f"head_dim {d} is not supported, only powers of two from 8")
+    return c
+
+def attention_modules(model, *parts: str) -> list:
+    """List a model's attention modules. Raises ValueError if they lack one of `parts` by this name."""
+    modules = [m for m in model.modules() if hasattr(m, "layer_idx") and all(hasattr(m, x) for x in parts)]
+    layers = decoder_config(model.config).num_hidden_layers
+    refuse_if([m.layer_idx for m in modules] != [*range(layers)],
+              f"{len(modules)} of the model's {layers} layers have an attention with {' and '.join(parts)}")
+    return modules
+
+def register_attention(name: str, function: Callable) -> None:
+    """Let model.set_attn_implementation(name) choose `function`; its masks are those of "sdpa"."""
+    from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers.masking_utils import sdpa_mask
+    AttentionInterface.register(name, function)
+    AttentionMaskInterface.register(name, sdpa_mask)
+
+def sdpa(*args, **how) -> tuple:
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+    return sdpa_attention_forward(*args, **how)
+
+def grouped(query: Tensor, key: Tensor, scaling: float | None) -> Tensor:
+    """Group queries (b, h, t, d) by KV head, (b, g, r, t, d), scaled so that d^(-1/2) remains to be done."""
+    factor = 1.0 if scaling is None else scaling * query.shape[-1] ** 0.5
+    return (query if abs(factor - 1) < 1e-6 else query * factor).unflatten(1, (key.shape[1], -1))
+
+def observe_attention(module, query, key, value, mask, scaling=None, **how) -> tuple:
+    """Add one call's moments to module.wush_moments, and attend."""
+    q, total = grouped(query, key, scaling), module.wush_moments
+    if "W" not in total:         # W_O by what it does to I: wherever and however the module keeps its weights
+        I = torch.eye(q.shape[1:3].numel() * q.shape[-1], dtype=q.dtype, device=q.device)
+        W_O = (module.o_proj(I) - module.o_proj(0 * I[:1])).unflatten(0, (*q.shape[1:3], -1))
+        total |= zero_moments(W_O, total.pop("attention_aware"))
+    add_moments(total, q, key, value)
+    return sdpa(module, query, key, value, mask, scaling=scaling, **how)
+
+@torch.no_grad()
+def calibrate(model, tokenizer, text: str | list[str], *, length: int = 1024, sequences: int = 16,
+              transform: str = "wush", refine=tuple(REFINEMENTS), group: int | None = None) -> dict:
+    """Derive transforms for a transformers model from `sequences` times `length` tokens of text, or fewer.
+
+    As `collect_moments` and `derive` do; `refine` is for wush and wush_a only. The model stays as it was.
+    Raises ValueError for a model that WushCache cannot serve or whose values are folded, and without text.
+    """
+    modules, texts = attention_modules(model, "o_proj"), [text] if isinstance(text, str) else text
+    refuse_if(any(hasattr(m, "wush_folded") for m in modules), "the model's values are folded: unfold first")
+    ids = [i for part in texts for i in tokenizer(part, add_special_tokens=False, verbose=False)["input_ids"]]
+    refuse_if(not ids, "the calibration text is empty")
+    before, modes = model.config._attn_implementation, {m: m.training for m in model.modules()}
+    register_attention("wush_calibrate", observe_attention)
+    try:
+        for m in modules:
+            m.wush_moments = {"attention_aware": transform == "wush_a"}
+        model.eval().set_attn_implementation("wush_calibrate")
+        for part in tqdm(torch.tensor(ids[:sequences * length]).split(length), "calibrate", disable=None):
+            model.base_model(part[None].to(model.device), use_cache=False)
+        totals = [m.wush_moments for m in modules]
+    finally:
+        model.set_attn_implementation(before)
+        for m, mode in modes.items():
+            m.training = mode
+            m.__dict__.pop("wush_moments", None)
+    refuse_if("W" not in totals[-1], "the model's attention does not use transformers' AttentionInterface")
+    moments = join_moments([{name: x.cpu() for name, x in total.items()} for total in totals])
+    return derive(moments, transform, group, refine if transform in ("wush", "wush_a") else ())
+
+@contextmanager
+def folded_values(model, T_V: Tensor):
+    """Fold T_V (l, g, n, m, m) into a model for a while; a WushCache notices, and saves its part.
+
+    Raises ValueError for a model that is folded already, or of other heads, or without plain weights.
+    """
+    modules, kept = attention_modules(model, "v_proj", "o_proj"), []
+    refuse_if(any(hasattr(m, "wush_folded") for m in modules), "this model's values are folded already")
+    weights = [p for m in modules for p in (*m.v_proj.parameters(), m.o_proj.weight)]
+    refuse_if(any(p.is_meta or not p.is_floating_point() for p in weights), "values fold into plain weights")
+    refuse_if(T_V.shape[:4].numel() != sum(len(m.v_proj.weight) for m in modules), "T_V is of another shape")
+
+    def tell(m, args, kwargs):
+        for x in (*args, *kwargs.values()):
+            if isinstance(x, WushMethods):
+                x.layers[m.layer_idx].folded = m.wush_folded
+    try:
+        for m, T in zip(modules, T_V):
+            for p, fold in [(p, fold_in) for p in m.v_proj.parameters()] + [(m.o_proj.weight, fold_out)]:
+                kept.append((p, p.data))
+                p.data = fold(T.to(p.device), p.data)
+            m.wush_folded, m.wush_hook = T, m.register_forward_pre_hook(tell, with_kwargs=True)
+        yield model
+    finally:
+        for p, original in kept:
+            p.data = original
+        for m in modules:
+            if hasattr(m, "wush_folded"):
+                m.wush_hook.remove()
+                del m.wush_folded, m.wush_hook
+
+def shard_transforms(tensors: dict[str, Tensor], rank: int, world_size: int) -> dict[str, Tensor]:
+    """Take the KV heads of one rank of a tensor-parallel model; where ranks exceed heads, they share them.
+
+    Raises ValueError if neither number divides the other.
+    """
+    heads = tensors["k"].shape[1]
+    refuse_if(not 0 <= rank < world_size, f"rank {rank} is not one of {world_size}")
+    refuse_if(heads % world_size and world_size % heads, f"{heads} KV heads do not go to {world_size} ranks")
+    first, count = rank * heads // world_size, max(heads // world_size, 1)
+    return {key: t[:, first:first + count].contiguous() for key, t in tensors.items()}
+
+def left_padding(mask: Tensor, batch: int, length: int) -> list[int]:
+    """Read each row's left padding from the mask (b, 1, t, length) of the last t tokens.
+
+    Raises ValueError for one that shows a query anything but all columns from the padding up to its own.
+    """
+    seen = mask if mask.dtype == torch.bool else mask == 0
+    known = mask.dtype == torch.bool or (seen | (mask <= torch.finfo(mask.dtype).min / 2)).all()
+    wrong = f"attention 'wush' serves causal masks with padding at the left only, of {length} columns"
+    refuse_if(not known or mask.dim() != 4 or mask.shape[1] != 1 or mask.shape[3] != length, wrong)
+    seen, column = seen[:, 0].expand(batch, -1, -1), torch.arange(length, device=mask.device)
+    pad, own = length - seen[:, -1].sum(-1)[:, None, None], column[length - seen.shape[1]:, None]
+    refuse_if(not ((seen == ((column >= pad) & (column <= own))) | (own < pad)).all(), wrong)
+    return pad.flatten().tolist()
+
+def wush_attention(module, query, key, value, mask, scaling=None, dropout=0.0, **how) -> tuple:
+    """Attend through the window cache whose `update` these keys come from; without one, as "sdpa" does."""
+    if (layer := getattr(key, "wush_layer", None)) is None:
+        return sdpa(module, query, key, value, mask, scaling=scaling, dropout=dropout, **how)
+    odd = [x for x in ("softcap", "s_aux", "sliding_window", "position_bias") if how.get(x) is not None]
+    odd += ["dropout"] * (dropout > 0) + ["is_causal=False"] * (how.get("is_causal") is False)
+    refuse_if(odd, f"attention 'wush' knows no {' and no '.join(odd)}")
+    o = layer.attend(grouped(query, key, scaling), key, value, mask)
+    return o.flatten(1, 2).transpose(1, 2).contiguous(), None
+
+def without_gradient(x: Tensor, like: Tensor) -> Tensor:
+    """Let a backward pass that would go through x, as through `like`, raise rather than come out wrong."""
+    x = x.detach()
+    if like.requires_grad:
+        x.requires_grad_().register_hook(lambda _: refuse_if(True, "WushCache passes no gradients on"))
+    return x
+
+class WushLayer:
+    """A layer of WushCache: a WindowCache, made when keys come, where they are; its values are T_V v.
+
+    Lengths count padding, as transformers does; a row of the windows lacks its padding if "wush" attended.
+    """
+    is_compileable = is_sliding = False
+    is_croppable = supports_early_init = True
+
+    def __init__(self, config, l: int, scheme: Scheme, windows: tuple):
+        self.config, self.l, self.scheme, self.windows = config, l, scheme, windows
+        self.folded = self.trusted = None      # the T_V that the model has folded, and one that was ours
+        self.reset()
+
+    def reset(self) -> None:
+        self.window, self.length, self.waiting, self.is_folded = None, 0, False, False
+
+    @property
+    def is_initialized(self) -> bool:
+        return self.window is not None
+
+    def lazy_initialization(self, k: Tensor, v: Tensor | None = None) -> None:
+        """Make the window cache, or take it along to the device of k."""
+        if self.window is not None and self.window.recent[0].device == k.device:
+            return
+        state, here = self.window and self.window.state(), lambda x: None if x is None else x.to(k.device)
+        (T_K, k_codec, k_push), (T_V, v_codec, v_push) = (self.scheme.of(side, self.l) for side in "kv")
+        refuse_if(k.shape[1::2] != (len(T_K), T_K.shape[1] * T_K.shape[2]),
+                  f"keys are {k.shape[1]} heads of {k.shape[3]} here, the transforms {tuple(T_K.shape)}")
+        self.T_V = here(T_V)
+        self.T_V_inverse = inverse_transpose(self.T_V).mT
+        self.window = WindowCache(len(k), k.shape[1], k.shape[3], here(T_K), k_codec, v_codec, *self.windows,
+                                  k.dtype, k.device, here(k_push), here(v_push))
+        if state:
+            self.window.restore(state)
+
+    @torch.no_grad()
+    def update(self, k: Tensor, v: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
+        """Take in a call's keys and values (b, g, t, d): hand them to "wush", or return all cached ones."""
+        self.lazy_initialization(k)
+        refuse_if(self.waiting, "the last call's keys never came to attention 'wush': is the cache's config "
+                                "the model's?")
+        refuse_if(len(k) != len(self.window.n), f"a batch of {len(k)} meets a cache of {len(self.window.n)}")
+        self.is_folded, folded, self.folded = self.folded is not None, self.folded, None
+        if self.is_folded and folded is not self.trusted:
+            refuse_if(not torch.equal(folded.to(self.T_V), self.T_V), "the model has another T_V folded in")
+            self.trusted = folded
+        if self.config._attn_implementation == "wush":
+            marked, self.waiting = k.view_as(k), True            # the caller's own tensor stays as it is
+            marked.wush_layer = self
+            return marked, v
+        if self.l == 0 and self.length == 0:
+            warnings.warn("WushCache dequantizes all tokens at every step; to read the packed ones instead: "
+                          "model.set_attn_implementation('wush')", stacklevel=4)
+        self.length += k.shape[2]
+        self.window.append(k, self.transformed(v, self.T_V), [0] * len(k))
+        cached = self.keys, self.values
+        self.window.flush()
+        return tuple(without_gradient(x, k) for x in cached)
+
+    @property
+    def keys(self) -> Tensor:
+        """All cached keys (b, g, s, d), dequantized; padding that was left out is zero."""
+        return self.window.read(0, self.length)
+
+    @property
+    def values(self) -> Tensor:
+        return self.transformed(self.window.read(1, self.length), self.T_V_inverse)
+
+    def transformed(self, v: Tensor, T: Tensor) -> Tensor:
+        return v if self.is_folded else apply(T, v).to(v.dtype)
+
+    @torch.no_grad()
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+        """Attend as WindowCache does, by the padding that the mask shows, which must not change."""
+        refuse_if(not self.waiting, "attention 'wush' was given the keys of another layer")
+        before, self.waiting = self.length, False
+        if mask is not None and (self.l == 0 or not hasattr(mask, "wush_pad")):      # once for all layers
+            mask.wush_pad = left_padding(mask, len(k), before + k.shape[2])
+        pad = [0] * len(k) if mask is None else mask.wush_pad
+        refuse_if([min(p, before) for p in pad] != [before - n for n in self.window.n],
+                  "the mask hides other columns than were padding when they were cached")
+        self.length += k.shape[2]
+        o = self.window.attend(q, k, self.transformed(v, self.T_V), [max(p - before, 0) for p in pad])
+        return without_gradient(self.transformed(o, self.T_V_inverse), q)
+
+    def get_seq_length(self, *args) -> int:
+        return self.length
+
+    def get_mask_sizes(self, query) -> tuple[int, int]:
+        """Return (length with the new tokens, 0); transformers 5.0 gives the tokens' positions."""
+        return self.length + (query if isinstance(query, int) else len(query)), 0
+
+    def get_max_length(self) -> int:
+        return -1
+
+    get_max_cache_shape = get_max_length
+
+    def crop(self, tokens: int) -> None:
+        """Drop the last −tokens tokens; a positive number is the length to keep, as in first versions."""
+        count = min(-tokens, self.length) if tokens <= 0 else max(self.length - tokens, 0)
+        if self.window is not None:
+            self.window.crop(count)
+        self.length -= count
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        if self.window is not None:
+            self.window.select(indices)
+
+    reorder_cache = batch_select_indices
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        if self.window is not None:
+            self.window.repeat(repeats)
+
+class WushMethods:
+    """A transformers Cache in few bits: WushCache(model.config, transforms, bits=2).
+
+    `transforms` come from `calibrate` or `load_transforms`; refined ones are encoded as such. The windows are
+    WindowCache's, `group` is Codec's, 16 bits is off. Raises ValueError for what it cannot serve.
+    """
+
+    def __init__(self, config, transforms: dict[str, Tensor], bits: int = 2, k_bits: int | None = None,
+                 v_bits: int | None = None, sink: int = 16, keep: int = 128, flush: int = 16,
+                 group: int | None = None):
+        c, widths, T_K = decoder_config(config), (k_bits or bits, v_bits or bits), transforms["k"]
+        self.how = dict(transforms=transforms, k_bits=widths[0], v_bits=widths[1], sink=sink, keep=keep,
+                        flush=flush, group=group)
+        rule = lambda b: ("centred", WIDENED.get(b, 1.0)) if "k_feedback" in transforms else ("quest", 1.0)
+        group = group or (T_K.shape[-1] if T_K.shape[2] > 1 else None)
+        refuse_if("v" not in transforms, "the transforms lack those of the values")
+        refuse_if(not {*widths} <= {*BITS}, f"{widths} bits: they are in {BITS}")
+        refuse_if(any(len(t) != c.num_hidden_layers for t in transforms.values()),
+                  f"the transforms are of {len(T_K)} layers, the model has {c.num_hidden_layers}")
+        scheme = Scheme(*[Codec(b, *rule(b), group) for b in widths], transforms)
+        super().__init__(layers=[WushLayer(c, l, scheme, (sink, keep, flush)) for l in range(len(T_K))])
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all storage held, spare capacity included."""
+        return sum(layer.window.nbytes for layer in self.layers if layer.window is not None)
+
+    def save(self, path: str) -> None:
+        """Write everything, transforms too: WushCache.load(path, config) goes on with the same tokens."""
+        states = [(layer.length, layer.window and layer.window.state()) for layer in self.layers]
+        torch.save({"how": self.how, "layers": states}, path)
+
+    @classmethod
+    def load(cls, path: str, config) -> "WushCache":
+        saved = torch.load(path, weights_only=True, map_location="cpu")
+        cache = cls(config, **saved["how"])
+        for layer, (length, state) in zip(cache.layers, saved["layers"]):
+            layer.length = length
+            if state:
+                layer.lazy_initialization(state["recent"][0])
+                layer.window.restore(state)
+        return cache
+
+def __getattr__(name: str):
+    """Make WushCache, and register attention "wush", when it is first asked for."""
+    if name != "WushCache":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from transformers.cache_utils import Cache, CacheLayerMixin
+    CacheLayerMixin.register(WushLayer)
+    register_attention("wush", wush_attention)
+    globals()[name] = type(name, (WushMethods, Cache), {"__doc__": WushMethods.__doc__})
+    return globals()[name]
+
+
+# ------------------------------------------------------------------------------------------------------------
 # The command line. A default stands once, in Options, and the flags are made from it.
 
 BUNDLED = Path(__file__).parent / "tiny-qwen3"
@@ -1098,7 +1491,7 @@ def option(default, help: str, kind: type = str, choices=None, low=-math.inf, hi
 @dataclasses.dataclass(frozen=True)
 class Options:
     model: str = option(str(BUNDLED), "folder or hub id of a Qwen3 or Llama checkpoint (the bundled one)")
-    task: str = option("report", "what to do", 
+    task: str = option("report", "what to do",
                         choices=("report", "calibrate", "generate", "error", "ppl", "ablation"))
     bits: int | None = option(None, "bits of keys and values; 2 if no width is given, 16 is off", int, BITS)
     k_bits: int | None = option(None, "bits of the keys; 2 if only --v-bits is given", int, BITS)
