@@ -172,6 +172,24 @@ def _pack(ptr, codes, live, WIDTH: tl.constexpr, BELOW: tl.constexpr):
 
 
 @jit
+def _levels(y, RANK: tl.constexpr, ALPHA: tl.constexpr, CENTRED: tl.constexpr, BITS: tl.constexpr):
+    """Scale and offset of each row, float32; ALPHA 0 means the affine rule."""
+    if ALPHA > 0:
+        middle = _mean(y) if CENTRED else -0.0
+        peak = tl.max(tl.abs(y - middle), 1)[:, None]
+        ratio = tl.div_rn(y - middle, tl.where(peak > 0, peak, 1.0))
+        rms = peak * tl.sqrt_rn(_mean(ratio * ratio))
+        scale, offset = rms * (2 * ALPHA / (2**BITS - 1)), rms * -ALPHA + middle
+    else:
+        tau = _smallest(y, RANK)
+        clamped = tl.minimum(tl.maximum(y, -tau), tau)
+        offset = tl.min(clamped, 1)[:, None]
+        top = tl.full([y.shape[0], 1], 2**BITS - 1, tl.float32)
+        scale = tl.div_rn(tl.max(clamped, 1)[:, None] - offset, top)
+    return scale, offset
+
+
+@jit
 def _nearest(y, offset, scale, BITS: tl.constexpr):
     """The code of the level nearest to y, a whole float; adding 2^23 rounds to an integer, ties to even."""
     return tl.minimum(tl.maximum(tl.div_rn(y - offset, scale), 0.0), 2**BITS - 1) + 8388608.0 - 8388608.0
@@ -206,7 +224,7 @@ def _feed_back(y, offset, scale, push_ptr, BITS: tl.constexpr, SLICE: tl.constex
 def _encode_kernel(x_ptr, t_ptr, push_ptr, codes_ptr, pair_ptr, stride, n, G, RANK: tl.constexpr,
                    ALPHA: tl.constexpr, CENTRED: tl.constexpr, D: tl.constexpr, BITS: tl.constexpr,
                    TRANSFORM: tl.constexpr, FEEDBACK: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr):
-    """Encode BLOCK tokens of one head; ALPHA 0 means the affine rule."""
+    """Encode BLOCK tokens of one head."""
     head = tl.program_id(1).to(tl.int64)                # counts (b, g); int64, or offsets wrap at 2^31
     token = (tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK))[:, None]
     d, c, live, row = tl.arange(0, D)[None, :], tl.arange(0, CHUNK), token < n, head * n + token
@@ -219,17 +237,7 @@ def _encode_kernel(x_ptr, t_ptr, push_ptr, codes_ptr, pair_ptr, stride, n, G, RA
             y = tl.dot(x, T, y, input_precision="tf32x3")                       # mere tf32 would move codes
     else:
         y = tl.load(x_ptr + d * stride[3], mask=live, other=0).to(tl.float32)
-    if ALPHA > 0:
-        middle = _mean(y) if CENTRED else -0.0
-        peak = tl.max(tl.abs(y - middle), 1)[:, None]
-        ratio = tl.div_rn(y - middle, tl.where(peak > 0, peak, 1.0))
-        rms = peak * tl.sqrt_rn(_mean(ratio * ratio))
-        scale, offset = rms * (2 * ALPHA / (2**BITS - 1)), rms * -ALPHA + middle
-    else:
-        tau = _smallest(y, RANK)
-        clamped = tl.minimum(tl.maximum(y, -tau), tau)
-        offset = tl.min(clamped, 1)[:, None]
-        scale = tl.div_rn(tl.max(clamped, 1)[:, None] - offset, tl.full([BLOCK, 1], 2**BITS - 1, tl.float32))
+    scale, offset = _levels(y, RANK, ALPHA, CENTRED, BITS)
     scale_bits = tl.maximum(_bfloat16_bits(scale), 0x80)                        # 0x80: smallest normal
     scale = (scale_bits << 16).to(tl.float32, bitcast=True)
     offset = (_bfloat16_bits(offset) << 16).to(tl.float32, bitcast=True)

@@ -5,6 +5,7 @@ comes from. No network, no GPU: every model is made here. Norm weights are rando
 head_dim is not hidden/heads; every input that is to be quantized is long enough for it. P01, P02, ... number
 the faults that users of key-value cache quantization have reported elsewhere.
 """
+import ast
 import copy
 import functools
 import gc
@@ -12,6 +13,7 @@ import json
 import math
 import os
 import random
+import re
 import shutil
 import subprocess
 import sys
@@ -37,6 +39,7 @@ from kernels import (decode_attention, decode_attention_ref, encode, encode_ref,
                      slices, split_pair, unpack_ptx, unpack_ref)
 from wush_kv import Codec
 
+HERE = Path(W.__file__).parent
 torch.set_num_threads(1)      # the tensors are small: threads would only wait for each other
 OFF, TWO = Codec(16), Codec(2)
 SHAPE = dict(hidden_size=64, num_attention_heads=8, num_key_value_heads=2, head_dim=16, num_hidden_layers=2,
@@ -1621,7 +1624,7 @@ def test_encode_with_dense_feedback_moves_few_rows_and_loses_as_much(bits):
     M, H = moments(bits, 128)
     T = W.wush(M, H, exponent=0.4, strongest_first=True)
     push, cost = W.feedback(T, H, True).float(), damped_cost(T[0, 0], H[0], True)
-    x = normal(1, 1, 1, 512, 128) @ torch.linalg.cholesky(M).mT
+    x = normal(1, 1, 1, 128, 128) @ torch.linalg.cholesky(M).mT
     y, loss = W.apply(T, x).float(), []
     results = [f(y, None, bits, "centred", 1.3, push) for f in (encode, encode_ref)]
     for codes, pair in results:
@@ -1906,7 +1909,7 @@ for compiled in (decode, encode):
 
 # ---- transformers
 
-KINDS = {"llama": {}, "qwen2": {"head_dim": None, "num_attention_heads": 4}, "qwen3": {},
+FAMILIES = {"llama": {}, "qwen2": {"head_dim": None, "num_attention_heads": 4}, "qwen3": {},
          "mistral": {"sliding_window": None}}
 
 
@@ -1918,7 +1921,7 @@ each_attention = lambda f: pytest.mark.filterwarnings("ignore")(
 def their_model(kind, attention="wush", **changes):
     """Make transformers' model of a kind, with an attention, and random transforms of condition 9."""
     W.WushCache                                          # the name registers attention "wush"
-    hf = tiny(kind, **KINDS[kind] | changes).requires_grad_(False)
+    hf = tiny(kind, **FAMILIES[kind] | changes).requires_grad_(False)
     hf.set_attn_implementation(attention)
     return hf, {"k": transforms(hf, 9.0, 3), "v": transforms(hf, 9.0, 4)}
 
@@ -1952,7 +1955,7 @@ def through(hf, ids, cache, cuts=1000, **how):
 
 
 @each_attention
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", FAMILIES)
 def test_generation_with_quantization_off_gives_the_tokens_of_transformers_own_cache(kind, attention):
     """P47, P27. Greedy, beams, left-padded, with guesses from the prompt and from another model."""
     (hf, T), plain = their_model(kind, attention), their_model(kind, "sdpa")[0]
@@ -1970,7 +1973,7 @@ def test_generation_with_quantization_off_gives_the_tokens_of_transformers_own_c
 
 
 @each_attention
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", FAMILIES)
 def test_eight_bits_move_logits_by_less_than_a_hundredth(kind, attention):
     """P24: two bits move them by more. Weights as transformers draws them, T calibrated; one warning."""
     hf, ids = their_model(kind, attention, initializer_range=0.02)[0], tokens(2, 120)
@@ -2580,6 +2583,68 @@ def test_bytes_are_those_of_the_windows_and_the_codes_and_generations_leave_none
         counts.append(alive())
     assert counts[1] == counts[3]
 
+
+# ---- the text of the project
+
+@pytest.mark.parametrize("file", ["wush_kv.py", "kernels.py", "test_wush_kv.py"])
+def test_functions_are_short_and_lines_narrow(file):
+    """At most 40 lines, half of them 12, and 110 columns. (One Triton kernel would only pass its state on.)"""
+    text = (HERE / file).read_text(encoding="utf-8")
+    functions = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.FunctionDef)]
+    lines = {f.name: f.end_lineno - f.lineno + 1 for f in functions}
+    assert max(map(len, text.splitlines())) <= 110 and np.median([*lines.values()]) <= 12
+    assert {name for name, count in lines.items() if count > 40} <= {"_packed_part"}
+
+def table(readme, header):
+    """The rows of the README's table whose first column is called `header`, as lists of cells."""
+    rows = readme.split(f"\n| {header} |")[1].split("\n\n")[0].splitlines()[2:]
+    return [[cell.strip() for cell in row.strip("|").split(" | ")] for row in rows]
+
+EXAMPLES = {
+    "wush": "assert wush(torch.eye(8)[None], torch.eye(8)[None]).shape == (1, 1, 8, 8)",
+    "feedback": "assert feedback(torch.eye(8)[None, None], torch.eye(8)[None] + 1).shape == (1, 1, 8, 8)",
+    "apply": "assert apply(torch.ones(2, 1, 8, 8), torch.ones(1, 2, 5, 8)).shape == (1, 2, 5, 8)",
+    "quantize": "assert dequantize(*quantize(torch.randn(3, 64), Codec(2))).shape == (3, 64)",
+    "pack_ref": "x = torch.zeros(3, 64, dtype=torch.uint8); assert unpack_ref(pack_ref(x, 3), 3).equal(x)",
+    "encode_ref": "encode_ref(torch.randn(1, 2, 3, 64), None, 2, 'centred', 1.3, torch.ones(2, 1, 64, 64)*0)",
+    "shard_transforms": "shard_transforms({'k': torch.ones(1, 4, 1, 8, 8)}, 1, 2)",
+    "sample": "assert sample(torch.tensor([[0.0, 1.0]])) == 1"}
+
+def test_whatever_the_readme_says_to_copy_runs_in_a_file_of_its_own(tmp_path):
+    """The definitions of a row, and nothing but what it imports, work."""
+    rows, seen = table((HERE / "README.md").read_text(encoding="utf-8"), "copy"), set()
+    for names, file, imports, *_ in rows:
+        names = re.findall(r"`(\w+)`", names)
+        source, parts = (HERE / file.strip("`")).read_text(encoding="utf-8"), [imports.strip("`")]
+        for node in ast.parse(source).body:
+            targets = [t.id for t in getattr(node, "targets", []) if isinstance(t, ast.Name)]
+            if {getattr(node, "name", None), *targets} & {*names}:
+                first = min(d.lineno for d in [*getattr(node, "decorator_list", []), node])
+                parts.append("\n".join(source.splitlines()[first - 1:node.end_lineno]))
+        assert len(parts) == len(names) + 1
+        (tmp_path / "copied.py").write_text("\n".join([*parts, EXAMPLES[names[0]]]), encoding="utf-8")
+        run = subprocess.run([sys.executable, "copied.py"], cwd=tmp_path, capture_output=True, text=True)
+        assert run.returncode == 0, run.stderr
+        seen.add(names[0])
+    assert seen == EXAMPLES.keys()
+
+def test_every_table_of_figures_in_the_readme_names_its_command():
+    """A table with a decimal fraction is of a section that shows the command it comes from, or is the paper's."""
+    sections = (HERE / "README.md").read_text(encoding="utf-8").split("\n## ")
+    figures = [part for part in sections if re.search(r"^\|.*\d\.\d", part, re.M)]
+    assert len(figures) >= 2
+    assert all(re.search(r"python wush_kv\.py|pytest|python kernels\.py", part) for part in figures)
+
+def test_the_readmes_report_is_what_the_command_prints():
+    """The cheapest figures again: memory and module error of the bundled model, digit by digit."""
+    readme = (HERE / "README.md").read_text(encoding="utf-8")
+    command = [sys.executable, "wush_kv.py", "--task", "error", "--sink", "0", "--eval-seqs", "4"]
+    out = subprocess.run(command, cwd=HERE, capture_output=True, text=True, check=True).stdout
+    lines = [line.split() for line in out.splitlines()[1:] if line.split()[0] not in ("identity", "wush_a")]
+    assert len(lines) == 4
+    for name, value, _, error in lines:
+        printed = re.search(rf"^ +{name} +(0\.\d+) ± (0\.\d+)$", readme, re.M)
+        assert [float(x) for x in printed.groups()] == pytest.approx([float(value), float(error)], abs=2e-4)
 
 # ---- measurements on a real model (MODEL=folder CALIB=file EVAL=file pytest -s -k measure)
 # SEQS scales how much is measured, CALIB_SEQS the calibration. The rows of transformers' QuantizedCache need
