@@ -1775,10 +1775,10 @@ def padded(*lengths):
 
 
 def generated(hf, ids, cache=None, mask=None, steps=36, **how):
-    """Generate greedily, with transformers' own cache if `cache` is None."""
-    mask, how = torch.ones_like(ids) if mask is None else mask, {"pad_token_id": 0, "eos_token_id": 255} | how
-    return hf.generate(ids, attention_mask=mask, do_sample=False, max_new_tokens=steps, min_new_tokens=steps,
-                       **how | ({"past_key_values": cache} if cache else {}))
+    """Generate greedily, to no end token, with transformers' own cache if `cache` is None."""
+    mask, how = torch.ones_like(ids) if mask is None else mask, dict(pad_token_id=0, eos_token_id=256) | how
+    return hf.generate(ids, attention_mask=mask, do_sample=False, max_new_tokens=steps,
+                       **how | ({"past_key_values": cache} if cache is not None else {}))
 
 
 @torch.no_grad()
