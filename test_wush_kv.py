@@ -1742,7 +1742,7 @@ for compiled in (decode, encode):
 
 # ---- transformers
 
-KINDS = {"llama": {}, "qwen2": {"head_dim": None, "num_attention_heads": 4}, "qwen3": {},
+ARCHITECTURES = {"llama": {}, "qwen2": {"head_dim": None, "num_attention_heads": 4}, "qwen3": {},
          "mistral": {"sliding_window": None}}
 
 
@@ -1754,7 +1754,7 @@ each_attention = lambda f: pytest.mark.filterwarnings("ignore")(
 def their_model(kind, attention="wush", **changes):
     """Make transformers' model of a kind, with an attention, and random transforms of condition 9."""
     W.WushCache                                          # the name registers attention "wush"
-    hf = tiny(kind, **KINDS[kind] | changes).requires_grad_(False)
+    hf = tiny(kind, **ARCHITECTURES[kind] | changes).requires_grad_(False)
     hf.set_attn_implementation(attention)
     return hf, {"k": transforms(hf, 9.0, 3), "v": transforms(hf, 9.0, 4)}
 
@@ -1788,7 +1788,7 @@ def through(hf, ids, cache, cuts=1000, **how):
 
 
 @each_attention
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ARCHITECTURES)
 def test_generation_with_quantization_off_gives_the_tokens_of_transformers_own_cache(kind, attention):
     """P47, P27. Greedy, beams, left-padded, with guesses from the prompt and from another model."""
     (hf, T), plain = their_model(kind, attention), their_model(kind, "sdpa")[0]
@@ -1806,7 +1806,7 @@ def test_generation_with_quantization_off_gives_the_tokens_of_transformers_own_c
 
 
 @each_attention
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ARCHITECTURES)
 def test_eight_bits_move_logits_by_less_than_a_hundredth(kind, attention):
     """P24: two bits move them by more. Weights as transformers draws them, T calibrated; one warning."""
     hf, ids = their_model(kind, attention, initializer_range=0.02)[0], tokens(2, 120)
