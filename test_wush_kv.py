@@ -1909,7 +1909,7 @@ for compiled in (decode, encode):
 
 # ---- transformers
 
-FAMILIES = {"llama": {}, "qwen2": {"head_dim": None, "num_attention_heads": 4}, "qwen3": {},
+ARCHITECTURES = {"llama": {}, "qwen2": {"head_dim": None, "num_attention_heads": 4}, "qwen3": {},
          "mistral": {"sliding_window": None}}
 
 
@@ -1921,7 +1921,7 @@ each_attention = lambda f: pytest.mark.filterwarnings("ignore")(
 def their_model(kind, attention="wush", **changes):
     """Make transformers' model of a kind, with an attention, and random transforms of condition 9."""
     W.WushCache                                          # the name registers attention "wush"
-    hf = tiny(kind, **FAMILIES[kind] | changes).requires_grad_(False)
+    hf = tiny(kind, **ARCHITECTURES[kind] | changes).requires_grad_(False)
     hf.set_attn_implementation(attention)
     return hf, {"k": transforms(hf, 9.0, 3), "v": transforms(hf, 9.0, 4)}
 
@@ -1942,10 +1942,10 @@ def padded(*lengths):
 
 
 def generated(hf, ids, cache=None, mask=None, steps=36, **how):
-    """Generate greedily, with transformers' own cache if `cache` is None."""
-    mask, how = torch.ones_like(ids) if mask is None else mask, {"pad_token_id": 0, "eos_token_id": 255} | how
-    return hf.generate(ids, attention_mask=mask, do_sample=False, max_new_tokens=steps, min_new_tokens=steps,
-                       **how | ({"past_key_values": cache} if cache else {}))
+    """Generate greedily, to no end token, with transformers' own cache if `cache` is None."""
+    mask, how = torch.ones_like(ids) if mask is None else mask, dict(pad_token_id=0, eos_token_id=256) | how
+    return hf.generate(ids, attention_mask=mask, do_sample=False, max_new_tokens=steps,
+                       **how | ({"past_key_values": cache} if cache is not None else {}))
 
 
 @torch.no_grad()
@@ -1955,7 +1955,7 @@ def through(hf, ids, cache, cuts=1000, **how):
 
 
 @each_attention
-@pytest.mark.parametrize("kind", FAMILIES)
+@pytest.mark.parametrize("kind", ARCHITECTURES)
 def test_generation_with_quantization_off_gives_the_tokens_of_transformers_own_cache(kind, attention):
     """P47, P27. Greedy, beams, left-padded, with guesses from the prompt and from another model."""
     (hf, T), plain = their_model(kind, attention), their_model(kind, "sdpa")[0]
@@ -1973,7 +1973,7 @@ def test_generation_with_quantization_off_gives_the_tokens_of_transformers_own_c
 
 
 @each_attention
-@pytest.mark.parametrize("kind", FAMILIES)
+@pytest.mark.parametrize("kind", ARCHITECTURES)
 def test_eight_bits_move_logits_by_less_than_a_hundredth(kind, attention):
     """P24: two bits move them by more. Weights as transformers draws them, T calibrated; one warning."""
     hf, ids = their_model(kind, attention, initializer_range=0.02)[0], tokens(2, 120)
