@@ -2562,7 +2562,7 @@ def decode_step(hf, n, bits):
 def test_step_runs_as_many_operators_a_layer_whatever_the_context_and_copies_no_cache():
     """P35, P33. On a GPU they are launches; reading by sdpa, in contrast, makes copies of n·g·d elements."""
     hf, deeper = their_model("qwen3")[0], their_model("qwen3", num_hidden_layers=3)[0]
-    short, long, off = decode_step(hf, 100, 2), decode_step(hf, 908, 2), decode_step(hf, 908, 16)
+    short, long = decode_step(hf, 100, 2), decode_step(hf, 908, 2)
     more = decode_step(deeper, 908, 2)
     assert short.count == long.count and more.count - long.count <= 120
     assert long.largest < 908 * 2 * 16 <= decode_step(their_model("qwen3", "sdpa")[0], 908, 2).largest
@@ -2588,7 +2588,7 @@ def test_bytes_are_those_of_the_windows_and_the_codes_and_generations_leave_none
 
 @pytest.mark.parametrize("file", ["wush_kv.py", "kernels.py", "test_wush_kv.py"])
 def test_functions_are_short_and_lines_narrow(file):
-    """At most 40 lines, half of them 12, and 110 columns. (One Triton kernel would only pass its state on.)"""
+    """At most 40 lines, half of them 12, and 110 columns. (One Triton kernel passes its state on.)"""
     text = (HERE / file).read_text(encoding="utf-8")
     functions = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.FunctionDef)]
     lines = {f.name: f.end_lineno - f.lineno + 1 for f in functions}
@@ -2629,7 +2629,7 @@ def test_whatever_the_readme_says_to_copy_runs_in_a_file_of_its_own(tmp_path):
     assert seen == EXAMPLES.keys()
 
 def test_every_table_of_figures_in_the_readme_names_its_command():
-    """A table with a decimal fraction is of a section that shows the command it comes from, or is the paper's."""
+    """A table with a decimal fraction is of a section that shows the command that it comes from."""
     sections = (HERE / "README.md").read_text(encoding="utf-8").split("\n## ")
     figures = [part for part in sections if re.search(r"^\|.*\d\.\d", part, re.M)]
     assert len(figures) >= 2

@@ -1453,7 +1453,7 @@ class WushMethods:
         torch.save({"how": self.how, "layers": states}, path)
 
     @classmethod
-    def load(cls, path: str, config) -> "WushCache":
+    def load(cls, path: str, config):
         saved = torch.load(path, weights_only=True, map_location="cpu")
         cache = cls(config, **saved["how"])
         for layer, (length, state) in zip(cache.layers, saved["layers"]):
