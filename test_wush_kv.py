@@ -1816,10 +1816,10 @@ def test_measure_baselines(real):
     assert all(clearly_less(kl["refined"], kl[name]) for name in kl if "-2" in name)
 
 def haystack(encode, text, seed):
-    """Hide five needles of one form, one a fifth, in 924 tokens: ids, (place, question, whole) of each."""
+    """Hide five needles of one form, one a fifth, in 412 tokens: ids, (place, question, whole) of each."""
     draw, ids, asked = random.Random(seed), [], []
     words = draw.sample("apple river candle window garden mirror bridge castle silver forest".split(), 5)
-    for part, word in zip(text[seed * 924:][:924].tensor_split(5), words):
+    for part, word in zip(text[seed * 412:][:412].tensor_split(5), words):
         tell = f"\nThe special magic number for {word} is {draw.randrange(10 ** 4, 10 ** 5)}"
         ask, tell, start = encode(tell[:-6]), encode(tell), draw.randrange(len(part))
         asked.append((sum(map(len, ids)) + start + len(ask), len(ask), tell))
@@ -1853,7 +1853,7 @@ def test_measure_retrieval(real):
     for name, (hit, log_p, slot) in seen.items():        # errors over contexts, whose questions share a cache
         quarters = (mean(hit[slot // 4 == i]) for i in range(4))
         rows[name] = mean(hit.mean(1)), mean(log_p.mean(1)), *map(mean, hit.T), *quarters
-    print_table(f"{5 * SEQS} contexts of 1024 tokens, five questions each: by depth, by slot of the flush",
+    print_table(f"{5 * SEQS} contexts of 500 tokens, five questions each: by depth, by slot of the flush",
                 "found,log-prob,at 0.1,at 0.3,at 0.5,at 0.7,at 0.9,slots 0-3,4-7,8-11,12-15".split(","), rows)
     assert rows["none 16/128/16"][0][0] >= 0.8
     assert clearly_less(seen["wush 16/128/16"][1].mean(1), seen["refined 16/128/16"][1].mean(1))
