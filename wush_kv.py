@@ -9,10 +9,11 @@ per-token rounding of T k (or T v) hurts least among all invertible T.
     derive      M, H  ->  T = c 𝓗 Λ^(-1/4) Uᵀ Lᵀ, one per layer, KV head and side
     fold        T_V   ->  W_V ← T_V W_V and W_O ← T_V⁻ᵀ W_O: at run time the value side costs nothing
     store       k, v  ->  [sink | 2-bit codes of T_K k and of the folded v | recent], one window cache a layer
+                          (beyond the paper, each channel's rounding error is fed back into later channels)
     attend      q     ->  T_K⁻ᵀ q meets T_K k: (T⁻ᵀq)·(T k) = q·k; one softmax over the three parts
 
     python wush_kv.py                                     the bundled model, offline, in under a minute
-    python wush_kv.py --model Qwen/Qwen3-8B --bits 2      a real model
+    python wush_kv.py --model Qwen/Qwen3-8B --bits 2      a real model; --refine off is the paper exactly
 
 Each dimension has one letter, in every shape comment and einsum:
 
@@ -24,8 +25,8 @@ Each dimension has one letter, in every shape comment and einsum:
 Queries are (b, g, r, t, d), keys and values (b, g, s, d), transforms (l, g, n, m, m), acting on column
 vectors.
 
-Left out: training, architectures other than Qwen3 and Llama, mixture of experts, sliding windows, paged
-memory.
+Left out: training, mixture of experts, sliding windows, paged memory. Models other than Qwen3 and Llama run
+through transformers, with WushCache.
 """
 import argparse
 import dataclasses
