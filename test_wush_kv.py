@@ -2032,16 +2032,17 @@ def test_calibrating_transformers_model_gives_what_calibrating_ours_gives(transf
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("attention", ["wush", "sdpa"])
-@pytest.mark.parametrize("refine", [(), tuple(W.REFINEMENTS)])
+@pytest.mark.parametrize("refine", [(), ("feedback", "step"), tuple(W.REFINEMENTS)])
 def test_perplexity_through_transformers_equals_perplexity_of_our_loop(refine, attention, tmp_path):
     """P45: 300 tokens in calls of 16, to 1e-3 relative; and quantization moves it by more."""
     hf, model = saved(tmp_path)
     W.WushCache
     hf.set_attn_implementation(attention)
     T = W.calibrate(hf, Numbers(), NUMBERS, length=200, refine=refine)
-    codec, ids = Codec(2, "centred", W.WIDENED[2]) if refine else TWO, tokens(1, 300, seed=9)
+    codec, ids = W.codecs(W.Options(bits=2), refine)[0], tokens(1, 300, seed=9)
+    said = {} if len(refine) in (0, 4) else {"refine": refine}           # the cache finds out all or none
     want = W.perplexity(model, [ids[0]], {"T": W.Scheme(codec, codec, T)}, **WINDOWS)
-    scores = through(hf, ids, W.WushCache(hf.config, T, **WINDOWS), 16)[0, :-1].log_softmax(-1)
+    scores = through(hf, ids, W.WushCache(hf.config, T, **WINDOWS, **said), 16)[0, :-1].log_softmax(-1)
     nll = -scores.gather(1, ids[0, 1:, None]).mean().item()
     assert math.exp(nll) == pytest.approx(want["T"]["perplexity"][0], rel=1e-3)
     assert abs(math.log(want["none"]["perplexity"][0]) - nll) > 1e-3

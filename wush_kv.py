@@ -1424,17 +1424,21 @@ class WushLayer:
 class WushMethods:
     """A transformers Cache in few bits: WushCache(model.config, transforms, bits=2).
 
-    `transforms` come from `calibrate` or `load_transforms`; refined ones are encoded as such. The windows are
-    WindowCache's, `group` is Codec's, 16 bits is off. Raises ValueError for what it cannot serve.
+    `transforms` come from `calibrate` or `load_transforms`; `refine` says which REFINEMENTS they were made
+    with, by default all if they hold feedback, else none. The windows are WindowCache's, `group` is Codec's,
+    16 bits is off. Raises ValueError for what it cannot serve.
     """
 
     def __init__(self, config, transforms: dict[str, Tensor], bits: int = 2, k_bits: int | None = None,
                  v_bits: int | None = None, sink: int = 16, keep: int = 128, flush: int = 16,
-                 group: int | None = None):
+                 group: int | None = None, refine: Iterable[str] | None = None):
         c, widths, T_K = decoder_config(config), (k_bits or bits, v_bits or bits), transforms["k"]
         self.how = dict(transforms=transforms, k_bits=widths[0], v_bits=widths[1], sink=sink, keep=keep,
-                        flush=flush, group=group)
-        rule = lambda b: ("centred", WIDENED.get(b, 1.0)) if "k_feedback" in transforms else ("quest", 1.0)
+                        flush=flush, group=group, refine=refine)
+        if refine is None:
+            refine = REFINEMENTS if "k_feedback" in transforms else ()
+        rule = lambda b: ("centred" if "offset" in refine else "quest",
+                          WIDENED.get(b, 1.0) if "step" in refine else 1.0)
         group = group or (T_K.shape[-1] if T_K.shape[2] > 1 else None)
         refuse_if("v" not in transforms, "the transforms lack those of the values")
         refuse_if(not {*widths} <= {*BITS}, f"{widths} bits: they are in {BITS}")
