@@ -1218,6 +1218,7 @@ def calibrate(model, tokenizer, text: str | list[str], *, length: int = 1024, se
     refuse_if(not ids, "the calibration text is empty")
     before, modes = model.config._attn_implementation, {m: m.training for m in model.modules()}
     register_attention("wush_calibrate", observe_attention)
+    register_attention("wush", wush_attention)           # may be chosen before a WushCache is made
     try:
         for m in modules:
             m.wush_moments = {"attention_aware": transform == "wush_a"}
