@@ -2703,6 +2703,7 @@ def run_transformers(hf, backend, bits, ids):
     for q in layer._quantized_keys, layer._quantized_values:
         codes, *pair = (q[0], q[1]["scale"], q[1]["zero"]) if axis else (q._data._data, q._scale, q._shift)
         used += 8 * codes.nbytes + 16 * sum(p.numel() for p in pair)
+    read.clear()                       # a gigabyte, and a cycle holds it
     return torch.cat(hidden, 1)[0], used / (2 * len(ids) * c.num_key_value_heads * c.head_dim)
 
 def test_measure_baselines(real):
