@@ -1894,6 +1894,19 @@ for d, bits in ((128, 2), (128, 3), (128, 4), (64, 2), (64, 3), (64, 4)):
 
 
 @slow
+@pytest.mark.parametrize("cc", kernels.TARGETS)
+def test_the_encode_kernel_with_feedback_fits_every_gpu_generation(cc):
+    """At most 16 bytes of stack, 160 registers, 24 KB shared."""
+    print(in_python(f"""
+import kernels
+for d, bits in ((128, 2), (128, 3), (128, 4), (64, 2), (64, 3), (64, 4)):
+    registers, stack, shared, _ = kernels.cost(kernels.compile_encode({cc}, d, bits, "centred", True, True))
+    print({cc}, d, bits, registers, stack, shared)
+    assert stack <= 16 and registers <= 160 and shared <= 24 * 1024, ({cc}, d, bits, registers, stack, shared)
+"""))
+
+
+@slow
 def test_offsets_of_batch_head_and_token_are_64_bits_wide():
     """P36. Compiled, a pointer moves as a whole by 64-bit numbers or constants; 32 bits count in a tile."""
     in_python(r"""
