@@ -1782,18 +1782,22 @@ def test_quantizing_and_packing_equal_the_kernels_reference_bit_for_bit(seed, co
     assert kernels.GAUSSIAN_CLIP == pytest.approx({b: W.gaussian_clip(b) for b in (2, 3, 4, 8)}, rel=1e-12)
 
 
-@pytest.mark.parametrize("bits", [(2, 2), (3, 4)])
-def test_decoding_by_the_kernels_equals_decoding_by_torch(bits, tmp_path, monkeypatch):
+@pytest.mark.parametrize("bits, refined", [((2, 2), True), ((3, 4), False)])
+def test_decoding_by_the_kernels_equals_decoding_by_torch(bits, refined, tmp_path, monkeypatch):
     """A ragged batch through prefill, flushes and steps, once with the CUDA branches taken, interpreted."""
     model = saved(tmp_path, head_dim=64, num_attention_heads=4)[1]
     folded, T = W.fold_values(model, transforms(model, 4.0)), transforms(model, 4.0, seed=5)
-    ids, used, logits = tokens(2, 70), set(), {}
+    ids, used, logits, how = tokens(2, 70), set(), {}, scheme(T, *(Codec(b) for b in bits))
+    if refined:
+        push = torch.eye(64).roll(1, 1).triu(1).expand_as(T) / 4
+        tensors = {"k": T, "k_feedback": push, "v_feedback": push}
+        how = W.Scheme(*[Codec(b, "centred", 1.3) for b in bits], tensors)
     for launch in (encode, decode_attention):
         name = launch.__name__.removesuffix("_ref")      # a launcher bears its reference's name
         monkeypatch.setattr(kernels, name, lambda *a, f=launch, name=name: used.add(name) or f(*a))
     for gpu in (False, True):
         monkeypatch.setattr(W, "on_gpu", lambda x: gpu)
-        cache = W.new_cache(folded, 2, scheme(T, *(Codec(b) for b in bits)), **WINDOWS)
+        cache = W.new_cache(folded, 2, how, **WINDOWS)
         parts = [W.feed(folded, cache, ids[:, :50], [0, 9])]
         parts += [W.feed(folded, cache, step) for step in ids[:, 50:].split(1, 1)]
         logits[gpu] = W.logits(folded, torch.cat([part[:, -1:] for part in parts], 1))
