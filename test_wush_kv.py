@@ -537,8 +537,8 @@ def test_fine_grid_loses_a_twelfth_of_the_pivots_with_feedback_and_of_the_trace_
     x, step = normal(seed, 1, 1, 4000, d).float(), torch.tensor(2.0 ** -10)
     offset, loss = torch.full((1, 1, 4000, 1), -16.0), {}
     for name, F in ("plain", 0 * push), ("fed back", push):
-        y = W.feed_back(x.unflatten(-1, (1, d)), step.expand_as(offset), offset, 16, F).flatten(-2)
-        error = (((y - offset) / step).round() * step + offset - x).double()[0, 0]
+        y = W.feed_back(((x - offset) / step).unflatten(-1, (1, d)), 16, F).flatten(-2)
+        error = (y.round() * step + offset - x).double()[0, 0]
         loss[name] = ((error @ cost) * error).sum(-1).mean().item()
     unit = torch.eye(d, dtype=torch.float64) + push[0, 0].double()
     for name, want in ("plain", trace(cost)), ("fed back", trace(unit @ cost @ unit.T)):

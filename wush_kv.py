@@ -230,24 +230,20 @@ class Codec(NamedTuple):
     clip: float = 1.0
     group: int | None = None
 
-def nearest(x: Tensor, scale: Tensor, offset: Tensor, bits: int) -> Tensor:
-    """Return the code, a whole float in [0, 2^b − 1], of the level nearest to x."""
-    return ((x - offset) / scale).round_().clamp_(0, 2 ** bits - 1)
+def feed_back(steps: Tensor, bits: int, push: Tensor) -> Tensor:
+    """Move steps (b, g, s, n, m), levels counted from 0, so that rounding them is rounding with `feedback`'s F.
 
-def feed_back(x: Tensor, scale: Tensor, offset: Tensor, bits: int, push: Tensor) -> Tensor:
-    """Move x (b, g, s, n, m) so that plain rounding of it is rounding of x with `feedback`'s F (g, n, m, m).
-
-    Sixteen channels at a time: a product of matrices carries a slice's errors on to all later channels.
+    F = `push` (g, n, m, m). Sixteen channels at a time: a product of matrices carries a slice's errors on to
+    all later channels.
     """
-    y = x.movedim(2, -1).clone(memory_format=torch.contiguous_format)      # (b, g, n, m, s), never x itself
-    scale, offset = (p.float().movedim(2, -1) for p in (scale, offset))
+    y = steps.movedim(2, -1).clone(memory_format=torch.contiguous_format)      # (b, g, n, m, s), a copy
     for i in range(0, y.shape[-2], 16):
         part, F_part = y[..., i:i + 16, :], push[..., i:i + 16, i:i + 16, None]
         errors = torch.empty_like(part)
         for j in range(part.shape[-2]):
-            channel = part[..., j, :]
-            errors[..., j, :] = channel - (scale * nearest(channel, scale, offset, bits) + offset)
-            part[..., j + 1:, :] -= F_part[..., j, j + 1:, :] * errors[..., j, None, :]
+            code = part[..., j, :].clamp(0, 2 ** bits - 1).round_()
+            error = torch.sub(part[..., j, :], code, out=errors[..., j, :])
+            part[..., j + 1:, :] -= F_part[..., j, j + 1:, :] * error[..., None, :]
         y[..., i + 16:, :] -= push[..., i:i + 16, i + 16:].mT @ errors
     return y.movedim(-1, 2)
 
@@ -261,8 +257,10 @@ def quantize(x: Tensor, codec: Codec, push: Tensor | None = None) -> tuple[Tenso
     groups = x.float().unflatten(-1, (-1, codec.group or x.shape[-1]))
     scale, offset = (p.bfloat16() for p in QUANTIZERS[codec.rule](groups, codec.bits, codec.clip))
     scale = scale.clamp(min=torch.finfo(torch.bfloat16).tiny)
-    y = groups if push is None else feed_back(groups, scale, offset, codec.bits, push)
-    codes = nearest(y, scale.float()[..., None], offset.float()[..., None], codec.bits).byte().flatten(-2)
+    steps = (groups - offset.float()[..., None]) / scale.float()[..., None]
+    if push is not None:
+        steps = feed_back(steps, codec.bits, push)
+    codes = steps.round().clamp(0, 2 ** codec.bits - 1).byte().flatten(-2)
     if codec.rule == "centred":
         missed = groups - dequantize(codes, scale, offset).unflatten(-1, groups.shape[-2:])
         offset = (offset.float() + missed.mean(-1, dtype=torch.float64).float()).bfloat16()
