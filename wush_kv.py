@@ -231,7 +231,7 @@ class Codec(NamedTuple):
     group: int | None = None
 
 def feed_back(steps: Tensor, bits: int, push: Tensor) -> Tensor:
-    """Move steps (b, g, s, n, m), levels counted from 0, so that rounding them is rounding with `feedback`'s F.
+    """Move steps (b, g, s, n, m), in levels from 0, so that rounding them is rounding with `feedback`'s F.
 
     F = `push` (g, n, m, m). Sixteen channels at a time: a product of matrices carries a slice's errors on to
     all later channels.
