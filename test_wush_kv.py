@@ -1454,12 +1454,14 @@ def test_transforms_of_other_weights_are_refused_and_both_named(which, report, s
     assert str(folder) in said and str(shelf.folder) in said
 
 @pytest.mark.parametrize("flags, bits", [("", (2, 2)), ("--bits 3", (3, 3)), ("--k-bits 4", (4, 2)),
-                                         ("--v-bits 8", (2, 8)), ("--k-bits 4 --v-bits 16", (4, 16))])
+                                         ("--v-bits 8", (2, 8)), ("--k-bits 4 --v-bits 16", (4, 16)),
+                                         ("--k-bits 16 --v-bits 2", (16, 2))])
 def test_bits_flags_set_their_side_and_2_is_the_default(flags, bits, shelf, tmp_path, caches):
     """P50: in the figures and in the caches that decode."""
     f = figures(shelf, tmp_path, *flags.split(), "--task", "generate", "--transform", "hadamard")
     assert (f["k_bits"], f["v_bits"]) == bits
     assert {(c.k.codec.bits, c.v.codec.bits) for c in caches} == {bits}
+    assert all((c.k.T is None) == (bits[0] == 16) for c in caches)         # off is off: no transform either
 
 def test_refusal_leaves_no_file_behind_and_old_ones_as_they_were(shelf, tmp_path, capsys):
     (tmp_path / "old").write_text("old")

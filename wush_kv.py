@@ -230,6 +230,11 @@ class Codec(NamedTuple):
     clip: float = 1.0
     group: int | None = None
 
+def refined_codec(bits: int, refine: Iterable[str], group: int | None = None, rule: str = "quest") -> Codec:
+    """Make the codec of some REFINEMENTS; without any it is the paper's, of `rule`."""
+    return Codec(bits, "centred" if "offset" in refine else rule,
+                 WIDENED.get(bits, 1.0) if "step" in refine else 1.0, group)
+
 def feed_back(steps: Tensor, bits: int, push: Tensor) -> Tensor:
     """Move steps (b, g, s, n, m), in levels from 0, so that rounding them is rounding with `feedback`'s F.
 
@@ -1436,14 +1441,12 @@ class WushMethods:
                         flush=flush, group=group, refine=refine)
         if refine is None:
             refine = REFINEMENTS if "k_feedback" in transforms else ()
-        rule = lambda b: ("centred" if "offset" in refine else "quest",
-                          WIDENED.get(b, 1.0) if "step" in refine else 1.0)
         group = group or (T_K.shape[-1] if T_K.shape[2] > 1 else None)
         refuse_if("v" not in transforms, "the transforms lack those of the values")
         refuse_if(not {*widths} <= {*BITS}, f"{widths} bits: they are in {BITS}")
         refuse_if(any(len(t) != c.num_hidden_layers for t in transforms.values()),
                   f"the transforms are of {len(T_K)} layers, the model has {c.num_hidden_layers}")
-        scheme = Scheme(*[Codec(b, *rule(b), group) for b in widths], transforms)
+        scheme = Scheme(*[refined_codec(b, refine, group) for b in widths], transforms)
         super().__init__(layers=[WushLayer(c, l, scheme, (sink, keep, flush)) for l in range(len(T_K))])
 
     @property
@@ -1538,8 +1541,7 @@ def codecs(o: Options, refine: Iterable[str] = ()) -> tuple[Codec, Codec]:
     def codec(bits, clip):
         if o.quantizer == "affine":
             return Codec(bits, "affine", clip, o.group)
-        return Codec(bits, "centred" if "offset" in refine else o.quantizer,
-                     WIDENED.get(bits, 1.0) if "step" in refine else 1.0, o.group)
+        return refined_codec(bits, refine, o.group, o.quantizer)
     return codec(o.k_bits or o.bits or 2, o.clip_k), codec(o.v_bits or o.bits or 2, o.clip_v)
 
 def refinement(o: Options) -> list[str]:
@@ -1690,13 +1692,15 @@ def prepare(o: Options) -> Job:
         raise ValueError(f"{o.transforms} was made for {made['model']}, weights {made['fingerprint']}, not "
                          f"for {o.model}, weights {about['fingerprint']}")
     model = load_model(folder, config, dtype, device)
-    attention_aware = any(name == "wush_a" for name, _ in schemes.values())
-    moments = collect_moments(model, calib, attention_aware) if schemes else {}
+    derived = [transform for name, (transform, _) in schemes.items() if not given or name != served]
+    moments = collect_moments(model, calib, "wush_a" in derived) if derived else {}
     for name, (transform, parts) in schemes.items():
         tensors = given if given and name == served else derive(moments, transform, o.group, parts)
         if o.save and name == served:
             save_transforms(o.save, tensors, about)
-        schemes[name] = Scheme(*codecs(o, parts), tensors)
+        sides = dict(zip("kv", codecs(o, parts)))             # a side of 16 bits needs no transform
+        tensors = {key: t for key, t in tensors.items() if sides[key[0]].bits < 16}
+        schemes[name] = Scheme(*sides.values(), tensors)
     return Job(o, model, tokenizer, schemes, served, texts, prompt, eos)
 
 def read_inputs(o: Options, folder: Path, config, tokenizer, quantizes: bool, calibrates: bool) -> tuple:
