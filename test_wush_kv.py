@@ -454,7 +454,7 @@ def test_packing_refuses_codes_that_do_not_fill_bytes(bits, d):
     with pytest.raises(ValueError, match=rf"\b{d}\b.*\b{bits} bits"):
         pack_ref(torch.zeros(2, d, dtype=torch.uint8), bits)
     with pytest.raises(ValueError):
-        W.PackedTensor(1, 2, d, W.Codec(bits), None, None, torch.float32, "cpu")
+        W.PackedTensor(1, 2, d, W.Side(codec=Codec(bits)), torch.float32, "cpu")
 
 
 @law(seeds)
@@ -924,7 +924,8 @@ def test_window_cache_equals_its_rows_alone_and_plain_attention(seed, sink, keep
     draw, dice, T = torch.Generator().manual_seed(seed), random.Random(seed), whole_T(seed)
     codecs = [Codec(b, "centred" if refined else "quest") for b in bits]
     push = torch.eye(16).roll(1, 1).triu(1).expand(2, 1, 16, 16) / 4 if refined else None
-    make = lambda b: W.WindowCache(b, 2, 16, T, *codecs, sink, keep, flush, k_push=push, v_push=push)
+    sides = W.Side(T, codecs[0], push), W.Side(None, codecs[1], push)
+    make = lambda b: W.WindowCache(b, 2, 16, *sides, sink, keep, flush)
     packed = lambda n: max(0, (n - sink - keep) // flush) * flush
     cache, rows = make(3), [[torch.zeros(2, 0, 16)] * 2 for _ in range(3)]     # rows: K, V without padding
     for t in [*calls, sink + keep + 3 * flush + 5, 1]:
@@ -957,7 +958,7 @@ def test_window_cache_equals_its_rows_alone_and_plain_attention(seed, sink, keep
 def test_cache_holds_its_bytes_per_token_and_head_and_no_more(bits, d, want, call):
     """d·b/8 bytes of codes and 4 of scale and offset, twice: 2 · (32 + 4) = 72. Measured on storages."""
     x = torch.randn(1, 2, 128, d).bfloat16()
-    cache = W.WindowCache(1, 2, d, None, Codec(bits), Codec(bits), 0, 0, 1, torch.bfloat16)
+    cache = W.WindowCache(1, 2, d, *[W.Side(codec=Codec(bits))] * 2, 0, 0, 1, torch.bfloat16)
     for part in x.split(call, 2):
         cache.attend(part[:, :, None], part, part)
     window = 2 * 2 * 1 * d * 2                             # keys and values, heads, flush, d, bfloat16
@@ -967,8 +968,8 @@ def test_cache_holds_its_bytes_per_token_and_head_and_no_more(bits, d, want, cal
 def test_cache_bytes_are_a_formula_per_side(k_bits, v_bits, pair):
     """P34, P50."""
     side = lambda b: 16 * b / 8 + 4 if b < 16 else 16 * 2
-    codecs = {"k_codec": Codec(k_bits), "v_codec": Codec(v_bits)}
-    got = W.cache_bytes(pair[1].config, 2**15, **codecs, sink=0, keep=0, flush=1)
+    sides = {"k": W.Side(codec=Codec(k_bits)), "v": W.Side(codec=Codec(v_bits))}
+    got = W.cache_bytes(pair[1].config, 2**15, **sides, sink=0, keep=0, flush=1)
     assert got == pytest.approx(2 * 2 * (side(k_bits) + side(v_bits)), rel=0.001)
 
 def test_packed_bytes_of_a_token_never_change_and_each_flush_packs_its_size(pair, monkeypatch):
@@ -1100,7 +1101,7 @@ def test_sampling_obeys_its_knobs():
 @given(t=st.integers(1, 120), sink=st.integers(0, 9), keep=st.integers(0, 20), flush=st.integers(1, 9),
        chunk=st.integers(1, 30))
 def test_quantized_view_equals_the_bookkeeping_of_the_cache(t, sink, keep, flush, chunk):
-    cache = W.WindowCache(1, 1, 8, None, TWO, TWO, sink, keep, flush)
+    cache = W.WindowCache(1, 1, 8, sink=sink, keep=keep, flush=flush)
     want = torch.zeros(t, t, dtype=torch.bool)
     for i in range(0, t, chunk):
         want[i:i + chunk, sink:sink + cache.n_packed[0]] = True
@@ -2028,6 +2029,7 @@ def test_padded_rows_at_2_bits_get_the_tokens_they_get_alone_though_one_ends_ear
 def test_calibrating_transformers_model_gives_what_calibrating_ours_gives(transform, attention):
     """Signs of eigenvectors are not in TᵀT; float32 noise grows by 1 + d/γ at most (P41). F is T's own."""
     hf = tiny(attention_bias=True).requires_grad_(False).train()
+    W.WushCache                                          # registers "wush"
     hf.set_attn_implementation(attention)
     hf.model.layers[1].eval()
     state = lambda: [(m.training, sorted(m.__dict__)) for m in hf.modules()], hf.config._attn_implementation
@@ -2074,7 +2076,8 @@ def whole(seed, *shape):
 class Operations(stateful.RuleBasedStateMachine):
     """The window cache against lists of its tokens; T and they are whole, so sums are exact in any order."""
     T, codec, sink, keep, flush = whole_T(5), Codec(3), 3, 17, 5
-    empty = lambda self, batch: W.WindowCache(batch, 2, 16, self.T, *[self.codec] * 2, 3, 17, 5)
+    sides = W.Side(T, codec), W.Side(codec=codec)
+    empty = lambda self, batch: W.WindowCache(batch, 2, 16, *self.sides, 3, 17, 5)
 
     @stateful.initialize(batch=st.integers(1, 3))
     def make(self, batch):
@@ -2147,7 +2150,7 @@ class Operations(stateful.RuleBasedStateMachine):
         all_read = [W.apply(self.T, cache.read(0, longest)), cache.read(1, longest)]
         for i, row in enumerate(self.rows):
             for side, packed in enumerate((cache.k, cache.v)):
-                s, p, r = len(row[:self.sink]), cache.n_packed[i], cache.n_recent(i)
+                s, p, r = len(row[:self.sink]), *cache.sizes(i)[1:]
                 held = torch.cat([cache.sinks[side][i, :, :s], cache.recent[side][i, :, :r]], 1)
                 exact = [token[side] for token in row if len(token) == 2]
                 assert torch.equal(held, torch.stack(exact, 1) if exact else held[:, :0])
@@ -2198,7 +2201,7 @@ def test_cropping_into_any_region_equals_never_having_fed_what_was_cropped(lengt
     hf, T = their_model("qwen3")
     ids, more, cache = tokens(2, 80), tokens(2, 9, seed=4), W.WushCache(hf.config, T, 16, **WINDOWS)
     through(hf, ids, cache)
-    assert cache.layers[0].window.sizes() == ([4, 4], [48, 48], [28, 28])
+    assert [cache.layers[0].window.sizes(row) for row in (0, 1)] == [(4, 48, 28)] * 2
     cache.crop(length) if old and length else cache.crop(length - 80 - (length == 0))
     assert cache.get_seq_length() == length
     assert cache.layers[1].window.n_packed == [min(48, max(length - 4, 0))] * 2

@@ -282,17 +282,23 @@ def roundtrip(x: Tensor, T: Tensor, codec: Codec, push: Tensor | None = None) ->
         return x
     return apply(inverse_transpose(T).mT, dequantize(*quantize(apply(T, x), codec, push))).to(x.dtype)
 
+class Side(NamedTuple):
+    """How one layer's keys, or its values, are cached: T and `feedback`'s F, (g, n, m, m), None for none."""
+    T: Tensor | None = None
+    codec: Codec = Codec()
+    push: Tensor | None = None
+
 class Scheme(NamedTuple):
     """How a model's cache is quantized: the codec of each side, and `derive`'s tensors."""
     k_codec: Codec
     v_codec: Codec
     tensors: dict[str, Tensor]
 
-    def of(self, side: str, l: int) -> tuple[Tensor | None, Codec, Tensor | None]:
-        """Return T (g, n, m, m), codec and F of layer l's keys "k" or values "v", None for the missing."""
-        found = (self.tensors.get(key) for key in (side, side + "_feedback"))
-        T, push = (None if x is None else x[l] for x in found)
-        return T, self.k_codec if side == "k" else self.v_codec, push
+    def of(self, side: str, l: int, device=None) -> Side:
+        """Return what is about layer l's keys, "k", or values, "v"."""
+        T, push = (self.tensors[key][l].to(device) if key in self.tensors else None
+                   for key in (side, side + "_feedback"))
+        return Side(T, self.k_codec if side == "k" else self.v_codec, push)
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -312,21 +318,17 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None
     o = F.scaled_dot_product_attention(heads, k, v, attn_mask=mask, is_causal=causal, enable_gqa=True)
     return o.unflatten(1, q.shape[1:3])
 
-def padding_mask(pad: list[int], t: int, device) -> Tensor:
-    """Mask a left-padded batch, (b, 1, t, t): causal, and padding seen only by itself."""
-    column = torch.arange(t, device=device)
-    seen = (column <= column[:, None]) & (column >= torch.tensor(pad, device=device)[:, None, None])
-    return (seen | torch.eye(t, dtype=torch.bool, device=device))[:, None]
+def padding_mask(pad: list[int], t: int, s: int, device) -> Tensor:
+    """Mask for the last t of s columns, (b, 1, t, s): causal; the `pad` first columns see themselves only."""
+    column = torch.arange(s, device=device)
+    own, pad = column[s - t:, None], torch.tensor(pad, device=device)[:, None, None]
+    return ((column >= pad) & (column <= own) | (column == own))[:, None]
 
 def grow(buffer: Tensor, capacity: int) -> Tensor:
     """Copy a buffer (b, g, s, ...) into one with room for `capacity` tokens, more or fewer."""
     new = buffer.new_zeros(*buffer.shape[:2], capacity, *buffer.shape[3:])
     new[:, :, :buffer.shape[2]] = buffer[:, :, :capacity]
     return new
-
-def alike(keys: list) -> list[slice]:
-    """Group batch rows: one slice over all when their keys are the same, else one slice a row."""
-    return [slice(0, len(keys))] if len(set(keys)) == 1 else [slice(i, i + 1) for i in range(len(keys))]
 
 @lru_cache(8)
 def device_lengths(lengths: tuple[int, ...], device) -> Tensor:
@@ -340,15 +342,15 @@ class PackedTensor:
     each. With 16 bits nothing is rounded but to model dtype: the codes are T x itself and there are no pairs.
     """
 
-    def __init__(self, batch: int, heads: int, d: int, codec: Codec, T: Tensor | None, push: Tensor | None,
-                 dtype, device):
-        group, quantized = codec.group or d, codec.bits < 16
-        if codec.bits not in BITS or quantized and (d % group or d % 8):
-            raise ValueError(f"{d} channels do not pack with {codec.bits} bits in groups of {group}: bits "
+    def __init__(self, batch: int, heads: int, d: int, side: Side, dtype, device):
+        self.T, self.codec, self.push = side
+        bits, group, quantized = self.codec.bits, self.codec.group or d, self.codec.bits < 16
+        if bits not in BITS or quantized and (d % group or d % 8):
+            raise ValueError(f"{d} channels do not pack with {bits} bits in groups of {group}: bits "
                              f"are in {BITS}, channels a multiple of 8 and of the group")
-        width, kind, groups = (d * codec.bits // 8, torch.uint8, d // group) if quantized else (d, dtype, 0)
-        self.codec, self.T, self.push, self.dtype = codec, T, push, dtype
-        self.has_kernel = groups == 1 and d in (64, 128, 256) and (T is None or T.shape[1] == 1)
+        width, kind, groups = (d * bits // 8, torch.uint8, d // group) if quantized else (d, dtype, 0)
+        self.one_pair = groups == 1          # a token and head, as the functions of kernels.py expect
+        self.has_kernel = self.one_pair and d in (64, 128, 256) and (self.T is None or self.T.shape[1] == 1)
         self.codes = torch.zeros(batch, heads, 0, width, dtype=kind, device=device)
         self.pair = torch.zeros(batch, heads, 0, groups, dtype=torch.int32, device=device)
 
@@ -358,36 +360,34 @@ class PackedTensor:
         if stop > capacity:      # the first write gets what it needs, in 64s; later ones double
             capacity = max(2 * capacity, -(-stop // 64) * 64)
             self.codes, self.pair = grow(self.codes, capacity), grow(self.pair, capacity)
+        bits, rule, clip, _ = self.codec
         if self.has_kernel and on_gpu(x):
-            self.codes[rows, :, start:stop], self.pair[rows, :, start:stop] = hot_path().encode(
-                x, self.T, self.codec.bits, self.codec.rule, self.codec.clip, self.push)
-            return
-        y = x if self.T is None else apply(self.T, x)
-        if self.codec.bits == 16:
-            self.codes[rows, :, start:stop] = y.to(self.dtype)
-            return
-        codes, scale, offset = quantize(y, self.codec, self.push)
-        self.codes[rows, :, start:stop] = hot_path().pack_ref(codes, self.codec.bits)
-        self.pair[rows, :, start:stop] = hot_path().join_pair(scale, offset)
+            codes, pair = hot_path().encode(x, self.T, bits, rule, clip, self.push)
+        else:
+            codes, pair = x if self.T is None else apply(self.T, x), 0
+            if bits < 16:
+                codes, *pair = quantize(codes, self.codec, self.push)
+                codes, pair = hot_path().pack_ref(codes, bits), hot_path().join_pair(*pair)
+        self.codes[rows, :, start:stop], self.pair[rows, :, start:stop] = codes, pair
 
-    def read(self, count: int) -> Tensor:
+    def read(self, count: int, rows: slice = slice(None)) -> Tensor:
         """Dequantize the first `count` tokens, (b, g, count, d), still in the transformed basis."""
         if self.codec.bits == 16:
-            return self.codes[:, :, :count]
-        codes = hot_path().unpack_ref(self.codes[:, :, :count], self.codec.bits)
-        return dequantize(codes, *hot_path().split_pair(self.pair[:, :, :count]))
+            return self.codes[rows, :, :count]
+        codes = hot_path().unpack_ref(self.codes[rows, :, :count], self.codec.bits)
+        return dequantize(codes, *hot_path().split_pair(self.pair[rows, :, :count]))
 
-    def scores(self, q: Tensor, count: int) -> Tensor:
-        """Return q · x̂ over the first `count` tokens: q (b, g, h, d), transformed, -> (b, g, h, count)."""
-        if self.pair.shape[-1] != 1:         # no quantization, or several groups a head
-            return q @ self.read(count).float().mT
-        return hot_path().packed_scores(q, self.codes, self.pair, self.codec.bits, count)
+    def scores(self, q: Tensor, count: int, rows: slice) -> Tensor:
+        """Return q · x̂ over the first `count` tokens: q (b, g, r, d), transformed, -> (b, g, r, count)."""
+        if not self.one_pair:
+            return q @ self.read(count, rows).float().mT
+        return hot_path().packed_scores(q, self.codes[rows], self.pair[rows], self.codec.bits, count)
 
-    def mix(self, p: Tensor, count: int) -> Tensor:
-        """Return Σ_s p_s x̂_s over the first `count` tokens: p (b, g, h, count) -> (b, g, h, d)."""
-        if self.pair.shape[-1] != 1:
-            return p @ self.read(count).float()
-        return hot_path().packed_values(p, self.codes, self.pair, self.codec.bits, count)
+    def mix(self, p: Tensor, count: int, rows: slice) -> Tensor:
+        """Return Σ_s p_s x̂_s over the first `count` tokens: p (b, g, r, count) -> (b, g, r, d)."""
+        if not self.one_pair:
+            return p @ self.read(count, rows).float()
+        return hot_path().packed_values(p, self.codes[rows], self.pair[rows], self.codec.bits, count)
 
 class WindowCache:
     """The cache of one layer; a row is [its first `sink` tokens | packed | its last `keep` or a few more].
@@ -398,17 +398,15 @@ class WindowCache:
     batch, and however its tokens were cut into calls. keep = None never flushes: an ordinary, growing cache.
     """
 
-    def __init__(self, batch: int, heads: int, d: int, T: Tensor | None = None, k_codec: Codec = Codec(),
-                 v_codec: Codec = Codec(), sink: int = 16, keep: int | None = 128, flush: int = 16,
-                 dtype=torch.float32, device="cpu", k_push: Tensor | None = None,
-                 v_push: Tensor | None = None):
+    def __init__(self, batch: int, heads: int, d: int, k: Side = Side(), v: Side = Side(), sink: int = 16,
+                 keep: int | None = 128, flush: int = 16, dtype=torch.float32, device="cpu"):
         if sink < 0 or flush < 1 or (keep or 0) < 0:
             raise ValueError(f"windows need sink >= 0, keep >= 0 and flush >= 1, not {sink}, {keep}, {flush}")
         self.sink, self.keep, self.flush_size = (0 if keep is None else sink), keep, flush
         self.n, self.n_packed = [0] * batch, [0] * batch                     # per row; all else follows
-        self.k = PackedTensor(batch, heads, d, k_codec, T, k_push, dtype, device)
-        self.v = PackedTensor(batch, heads, d, v_codec, None, v_push, dtype, device)
-        self.T_query = None if T is None else inverse_transpose(T)
+        self.k = PackedTensor(batch, heads, d, k, dtype, device)
+        self.v = PackedTensor(batch, heads, d, v._replace(T=None), dtype, device)
+        self.T_query = None if k.T is None else inverse_transpose(k.T)
         self.window_size = 64 if keep is None else keep + flush
         window = lambda size: [torch.zeros(batch, heads, size, d, dtype=dtype, device=device) for _ in "kv"]
         self.sinks, self.recent = window(self.sink), window(self.window_size)
@@ -419,13 +417,15 @@ class WindowCache:
         held = *self.sinks, *self.recent, self.k.codes, self.k.pair, self.v.codes, self.v.pair
         return sum(t.untyped_storage().nbytes() for t in held)
 
-    def n_recent(self, row: int) -> int:
-        return max(0, self.n[row] - self.sink - self.n_packed[row])
+    def sizes(self, row: int) -> tuple[int, int, int]:
+        """Count a row's tokens in the sinks, packed, and in the recent window."""
+        n, packed = self.n[row], self.n_packed[row]
+        return min(n, self.sink), packed, max(0, n - self.sink - packed)
 
-    def sizes(self) -> tuple[list[int], list[int], list[int]]:
-        """Count the tokens of each row in the sinks, packed, and in the recent window."""
-        rows = range(len(self.n))
-        return [min(n, self.sink) for n in self.n], self.n_packed, [self.n_recent(row) for row in rows]
+    def rows_alike(self, *others: list) -> list[slice]:
+        """Group rows: one slice over all of them if their sizes and `others` are the same, else one each."""
+        keys = [*zip(self.n, self.n_packed, *others)]
+        return [slice(0, len(keys))] if len({*keys}) == 1 else [slice(i, i + 1) for i in range(len(keys))]
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, pad: list[int] | None = None) -> Tensor:
         """Take in the tokens of one call and return their attention output (b, g, r, t, d).
@@ -433,23 +433,24 @@ class WindowCache:
         They see the cache as it stood when the call began and, exactly, each other; quantizing what is due
         comes last. `pad` counts the padding at the left of each row of this call.
         """
-        t, before, pad = q.shape[3], self.n, pad or [0] * len(self.n)
+        t, before, pad = q.shape[3], max(self.n), pad or [0] * len(self.n)
         self.append(k, v, pad)
-        if not any(before):
-            o = causal_attention(q, k, v, padding_mask(pad, t, q.device) if any(pad) else None)
-        elif t == 1 and on_gpu(q) and self.k.has_kernel and self.v.has_kernel:
-            o = self.attend_by_kernel(q)
+        if before == 0:
+            o = causal_attention(q, k, v, padding_mask(pad, t, t, q.device) if any(pad) else None)
+        elif t > 1:
+            o = self.attend_dequantized(q)
+        elif self.keep is None:
+            o = self.attend_ordinary(q)
         else:
-            position = torch.tensor([n - p for n, p in zip(before, pad)], device=q.device)[:, None]
-            position = position + torch.arange(t, device=q.device)           # of each query (b, t)
-            o = self.attend_ordinary(q, position) if self.keep is None else self.attend_parts(q, position)
+            by_kernel = on_gpu(q) and self.k.has_kernel and self.v.has_kernel
+            o = self.attend_by_kernel(q) if by_kernel else self.attend_parts(q)
         self.flush()
         return o
 
     def append(self, k: Tensor, v: Tensor, pad: list[int]) -> None:
         """Write k and v (b, g, t, d) to the sinks while these have room, then to the recent window."""
-        for rows in alike([*zip(self.n, self.n_packed, pad)]):
-            n, p, r = self.n[rows.start], pad[rows.start], self.n_recent(rows.start)
+        for rows in self.rows_alike(pad):
+            (n, _, r), p = self.sizes(rows.start), pad[rows.start]
             s = min(max(self.sink - n, 0), k.shape[2] - p)
             end, capacity = r + k.shape[2] - p - s, self.recent[0].shape[2]
             if end > capacity:   # a long call stretches the window until the flush; an ordinary cache doubles
@@ -464,8 +465,8 @@ class WindowCache:
         """Quantize the oldest recent tokens, `flush` at a time, while `keep` stay: only here is packed."""
         if self.keep is None:
             return
-        for rows in alike([*zip(self.n, self.n_packed)]):
-            r, p = self.n_recent(rows.start), self.n_packed[rows.start]
+        for rows in self.rows_alike():
+            _, p, r = self.sizes(rows.start)
             if (due := (r - self.keep) // self.flush_size * self.flush_size) <= 0:
                 continue
             for packed, recent in zip((self.k, self.v), self.recent):
@@ -474,6 +475,57 @@ class WindowCache:
             self.n_packed[rows] = [p + due] * len(self.n_packed[rows])
         if self.recent[0].shape[2] > self.window_size:
             self.recent = [grow(w, self.window_size) for w in self.recent]
+
+    def read(self, side: int, length: int) -> Tensor:
+        """Dequantize keys (side 0, T undone) or values (1): (b, g, length, d), rows aligned on the right."""
+        packed, sinks, recent = (self.k, self.v)[side], self.sinks[side], self.recent[side]
+        middle = packed.read(max(self.n_packed))
+        if packed.T is not None:
+            middle = apply(self.T_query.mT, middle)
+        hat = recent.new_zeros(*recent.shape[:2], length, recent.shape[3])
+        for rows in self.rows_alike():
+            parts = zip((sinks, middle.to(hat.dtype), recent), self.sizes(rows.start))
+            hat[rows, :, length - self.n[rows.start]:] = torch.cat([x[rows, :, :n] for x, n in parts], 2)
+        return hat
+
+    def attend_dequantized(self, q: Tensor) -> Tensor:
+        """Attend from the last t > 1 tokens' q (b, g, r, t, d): they share the cost of dequantizing all."""
+        length = max(*self.n, q.shape[3])                        # a call may be mostly padding
+        mask = padding_mask([length - n for n in self.n], q.shape[3], length, q.device)
+        k, v, step = self.read(0, length), self.read(1, length), max(1, 2 ** 22 // length)
+        parts = zip(q.split(step, 3), mask.split(step, 2))       # some queries at a time: bounds the scores
+        return torch.cat([causal_attention(some, k, v, seen) for some, seen in parts], 3)
+
+    def attend_ordinary(self, q: Tensor) -> Tensor:
+        """Attend from one token's q (b, g, r, 1, d) to a cache that is all recent window."""
+        k, v = (w[:, :, :max(self.n)] for w in self.recent)
+        slot, n = torch.arange(k.shape[2], device=q.device), torch.tensor(self.n, device=q.device)
+        return causal_attention(q, k, v, slot < n[:, None, None, None])
+
+    def attend_parts(self, q: Tensor) -> Tensor:
+        """Attend from one token's q (b, g, r, 1, d) with one softmax over the three parts."""
+        outputs, q = [], q[..., 0, :].float()
+        q_packed = q if self.T_query is None else apply(self.T_query, q)
+        for rows in self.rows_alike():
+            size = self.sizes(rows.start)
+            (k_sink, k_recent), (v_sink, v_recent) = (
+                [window[rows, :, :n].float() for window, n in ((sinks, size[0]), (recent, size[2]))]
+                for sinks, recent in zip(self.sinks, self.recent))
+            packed = self.k.scores(q_packed[rows], size[1], rows)
+            scores = torch.cat([q[rows] @ k_sink.mT, packed, q[rows] @ k_recent.mT], -1)
+            p = (scores * q.shape[-1] ** -0.5).softmax(-1).split(size, -1)
+            outputs.append(p[0] @ v_sink + self.v.mix(p[1], size[1], rows) + p[2] @ v_recent)
+        return torch.cat(outputs)[..., None, :].to(self.recent[0].dtype)
+
+    def attend_by_kernel(self, q: Tensor) -> Tensor:
+        """As `attend_parts`, in one launch over packed bytes and windows."""
+        sizes = zip(*(self.sizes(row) for row in range(len(self.n))))
+        n_sink, n_packed, n_recent = (device_lengths(size, q.device) for size in sizes)
+        q, bits = q[..., 0, :], (self.k.codec.bits, self.v.codec.bits)
+        q_packed = q.float() if self.T_query is None else apply(self.T_query, q)
+        packed = self.k.codes, self.k.pair, self.v.codes, self.v.pair, n_packed
+        windows = (*self.sinks, n_sink), (*self.recent, n_recent)
+        return hot_path().decode_attention(q, q_packed, windows[0], packed, windows[1], bits)[..., None, :]
 
     def crop(self, count: int) -> None:
         """Drop the last `count` tokens of every row. What is packed stays packed, as it is."""
@@ -507,65 +559,6 @@ class WindowCache:
         self.n, self.n_packed = [*state["n"]], [*state["n_packed"]]
         self.sinks, self.recent = here(state["sinks"]), here(state["recent"])
         self.k.codes, self.k.pair, self.v.codes, self.v.pair = here(state["packed"])
-
-    def read(self, side: int, length: int) -> Tensor:
-        """Dequantize keys (side 0, T undone) or values (1): (b, g, length, d), rows aligned on the right."""
-        packed, sinks, recent = (self.k, self.v)[side], self.sinks[side], self.recent[side]
-        n_sink, n_packed, n_recent = self.sizes()
-        middle = packed.read(max(n_packed))
-        if packed.T is not None:
-            middle = apply(self.T_query.mT, middle)
-        hat = recent.new_zeros(*recent.shape[:2], length, recent.shape[3])
-        for rows in alike([*zip(self.n, self.n_packed)]):
-            i = rows.start
-            parts = (sinks, n_sink[i]), (middle.to(hat.dtype), n_packed[i]), (recent, n_recent[i])
-            hat[rows, :, length - self.n[i]:] = torch.cat([x[rows, :, :count] for x, count in parts], 2)
-        return hat
-
-    def attend_ordinary(self, q: Tensor, position: Tensor) -> Tensor:
-        """Attend to a cache that is all recent window, as SDPA on its tensors."""
-        k, v = (w[:, :, :max(self.n)] for w in self.recent)
-        seen = torch.arange(k.shape[2], device=q.device) <= position[..., None]     # (b, t, s)
-        return causal_attention(q, k, v, seen[:, None])
-
-    def attend_by_kernel(self, q: Tensor) -> Tensor:
-        """Attend from one token's queries q (b, g, r, 1, d) in one launch over packed bytes and windows."""
-        n_sink, n_packed, n_recent = (device_lengths(tuple(size), q.device) for size in self.sizes())
-        q = q[..., 0, :]
-        q_packed = q.float() if self.T_query is None else apply(self.T_query, q)
-        packed = self.k.codes, self.k.pair, self.v.codes, self.v.pair, n_packed
-        bits = self.k.codec.bits, self.v.codec.bits
-        windows = (*self.sinks, n_sink), (*self.recent, n_recent)
-        return hot_path().decode_attention(q, q_packed, windows[0], packed, windows[1], bits)[..., None, :]
-
-    def attend_parts(self, q: Tensor, position: Tensor) -> Tensor:
-        """Attend from q (b, g, r, t, d) at `position` (b, t) with one softmax over the three parts."""
-        r, t, d, dtype = *q.shape[2:], q.dtype
-        if t > (step := max(1, 2 ** 22 // max(self.n))):         # some queries at a time, to bound the scores
-            slices = zip(q.split(step, 3), position.split(step, 1))
-            return torch.cat([self.attend_parts(*part) for part in slices], 3)
-        q_packed = q.float() if self.T_query is None else apply(self.T_query, q)
-        q, q_packed = q.flatten(2, 3).float(), q_packed.flatten(2, 3)                        # (b, g, h, d)
-        sizes = self.sizes()
-        count, first = [max(size) for size in sizes], [0, self.sink, [self.sink + p for p in self.n_packed]]
-        (k_sink, v_sink), (k_recent, v_recent) = ([x[:, :, :n].float() for x in window] for window, n in
-                                                  ((self.sinks, count[0]), (self.recent, count[2])))
-        scores = [q @ k_sink.mT, self.k.scores(q_packed, count[1]), q @ k_recent.mT]
-        scores = torch.cat(scores, -1) * d ** -0.5
-        if t > 1 or len(set(self.n)) > 1:
-            seen = torch.cat([self.seen(*part, position) for part in zip(count, sizes, first)], -1)
-            hidden = ~seen[:, None, None]                        # not -inf: padding may see nothing at all
-            scores = scores.unflatten(2, (r, t)).masked_fill(hidden, torch.finfo(torch.float32).min)
-            scores = scores.flatten(2, 3)
-        p_sink, p_packed, p_recent = scores.softmax(-1).split(count, -1)
-        o = p_sink @ v_sink + self.v.mix(p_packed, count[1]) + p_recent @ v_recent
-        return o.unflatten(2, (r, t)).to(dtype)
-
-    def seen(self, count: int, size: list[int], first: int | list[int], position: Tensor) -> Tensor:
-        """Say which of a part's `count` slots, the first at position `first`, queries see: (b, t, count)."""
-        column = lambda x: torch.tensor(x, device=position.device).reshape(-1, 1)
-        slot = torch.arange(count, device=position.device)
-        return (slot < column(size))[:, None] & ((column(first) + slot)[:, None] <= position[..., None])
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -678,38 +671,45 @@ def fold_values(model: Model, T_V: Tensor) -> Model:
 # Reading checkpoints: a Hugging Face folder, or the same from the hub. What can be refused is refused early.
 
 MODEL_TYPES = ("qwen3", "llama")
-HEAD_DIMS = (16, 32, 64, 128, 256)      # powers of two, for the Hadamard matrix
+HEAD_DIMS = (8, 16, 32, 64, 128, 256, 512)      # powers of two, for the Hadamard matrix
 ROPE_TYPES = ("default", "linear", "yarn", "llama3")
 
 def refuse_if(wrong, sentence: str) -> None:
     if wrong:
         raise ValueError(sentence)
 
+@contextmanager
+def explained(sentence: str):
+    """Turn what a library raises, of whatever type, into a ValueError that a user understands."""
+    try:
+        yield
+    except Exception as e:
+        reason = str(e).strip().splitlines() or [type(e).__name__]
+        raise ValueError(f"{sentence} ({reason[-1]})") from e
+
+def head_dim(config) -> int:
+    """Return the head dim of a config; some of transformers' leave it out."""
+    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+
 def hub(name: str, kind: str, *patterns: str) -> Path:
     """Download the files that match `patterns` of the hub's model or dataset `name`."""
     from huggingface_hub import snapshot_download
-    try:
+    with explained(f"cannot get the {kind} {name!r} from the hub: give a local one instead"):
         return Path(snapshot_download(name, repo_type=kind, allow_patterns=list(patterns), etag_timeout=4))
-    except Exception as e:       # a dozen unrelated types mean "not there" or "no network"
-        raise ValueError(f"cannot get the {kind} {name!r} from the hub ({type(e).__name__}): "
-                         f"give a local one instead") from e
 
 def fetch(name: str, *patterns: str) -> Path:
     """Return the local folder `name`, or the files that match `patterns` of the hub's model `name`."""
     if Path(name).is_dir():
         return Path(name)
-    if Path(name).exists() or name.count("/") != 1 or name.startswith((".", "/", "~")):
-        raise ValueError(f"{name!r} is neither a folder nor a hub id of the form owner/name")
+    refuse_if(Path(name).exists() or name.count("/") != 1 or name.startswith((".", "/", "~")),
+              f"{name!r} is neither a folder nor a hub id of the form owner/name")
     return hub(name, "model", *patterns)
 
 def read_json(path: Path) -> dict:
     """Read a JSON object. Raises ValueError for a file that is missing or something else."""
-    try:
+    with explained(f"{path} is missing or is not JSON"):
         content = json.loads(path.read_text())
-    except (OSError, ValueError) as e:
-        raise ValueError(f"{path} is missing or is not JSON") from e
-    if not isinstance(content, dict):
-        raise ValueError(f"{path} does not hold a JSON object")
+    refuse_if(not isinstance(content, dict), f"{path} does not hold a JSON object")
     return content
 
 def rope_frequencies(config, device="cpu") -> tuple[Tensor, float]:
@@ -735,7 +735,7 @@ def read_config(folder: Path, yarn: float | None = None):
     refuse_if(sliding or raw.get("use_sliding_window"),
               f"only full attention is supported, not {sliding[0] if sliding else 'a sliding window'}")
     refuse_if(theta is None, "config.json names no rope_theta, neither by itself nor in rope_parameters")
-    try:
+    with explained(f"{folder / 'config.json'} cannot be used"):
         from transformers import AutoConfig
         config = AutoConfig.from_pretrained(folder)
         rope = dict(config.rope_parameters, rope_theta=theta)
@@ -749,8 +749,6 @@ def read_config(folder: Path, yarn: float | None = None):
         refuse_if(rope["rope_type"] not in ROPE_TYPES or rope.get("partial_rotary_factor", 1) != 1,
                   f"its RoPE is {rope['rope_type']!r}, supported are {', '.join(ROPE_TYPES)} on whole heads")
         rope_frequencies(config)
-    except Exception as e:       # transformers has a type for each thing that can be wrong in a config
-        raise ValueError(f"{folder / 'config.json'} cannot be used: {str(e).splitlines()[-1].strip()}") from e
     d, heads, kv_heads = config.head_dim, config.num_attention_heads, config.num_key_value_heads
     refuse_if(d not in HEAD_DIMS, f"head_dim {d} is not supported, only {HEAD_DIMS}")
     refuse_if(kv_heads < 1 or heads % kv_heads,
@@ -763,44 +761,39 @@ def weight_shapes(config) -> dict[str, tuple]:
     """List the tensors that a checkpoint of this config must hold, with their shapes."""
     c, D, I, d = config, config.hidden_size, config.intermediate_size, config.head_dim
     Q, K, qwen3 = c.num_attention_heads * d, c.num_key_value_heads * d, c.model_type == "qwen3"
-    attention = {"q_proj": (Q, D), "k_proj": (K, D), "v_proj": (K, D), "o_proj": (D, Q)}
-    mlp = {"gate_proj": (I, D), "up_proj": (I, D), "down_proj": (D, I)}
-    layer = {"input_layernorm.weight": (D,), "post_attention_layernorm.weight": (D,)}
-    layer |= {"self_attn.q_norm.weight": (d,), "self_attn.k_norm.weight": (d,)} if qwen3 else {}
-    mlp_bias = not qwen3 and c.mlp_bias
-    for block, parts, bias in (("self_attn", attention, c.attention_bias), ("mlp", mlp, mlp_bias)):
-        layer |= {f"{block}.{name}.weight": shape for name, shape in parts.items()}
-        layer |= {f"{block}.{name}.bias": shape[:1] for name, shape in parts.items() if bias}
+    linear = {"self_attn.q_proj": (Q, D), "self_attn.k_proj": (K, D), "self_attn.v_proj": (K, D),
+              "self_attn.o_proj": (D, Q), "mlp.gate_proj": (I, D), "mlp.up_proj": (I, D),
+              "mlp.down_proj": (D, I)}
+    biased = {"self_attn": c.attention_bias, "mlp": not qwen3 and c.mlp_bias}
+    layer = {f"{name}.weight": shape for name, shape in linear.items()}
+    layer |= {f"{name}.bias": shape[:1] for name, shape in linear.items() if biased[name.split(".")[0]]}
+    layer |= {"input_layernorm.weight": (D,), "post_attention_layernorm.weight": (D,)}
+    layer |= {f"self_attn.{x}_norm.weight": (d,) for x in "qk"} if qwen3 else {}
     shapes = {"model.embed_tokens.weight": (c.vocab_size, D), "model.norm.weight": (D,)}
     shapes |= {} if c.tie_word_embeddings else {"lm_head.weight": (c.vocab_size, D)}
-    for l in range(c.num_hidden_layers):
-        shapes |= {f"model.layers.{l}.{name}": shape for name, shape in layer.items()}
-    return shapes
+    layers = range(c.num_hidden_layers)
+    return shapes | {f"model.layers.{l}.{name}": shape for l in layers for name, shape in layer.items()}
 
 def checkpoint_files(folder: Path) -> dict[str, Path]:
     """Map each tensor's name to the safetensors file that holds it, sharded or not."""
-    from safetensors import SafetensorError, safe_open
+    from safetensors import safe_open
     index, file = folder / "model.safetensors.index.json", folder / "model.safetensors"
     if index.is_file():
         shards = read_json(index).get("weight_map")
         refuse_if(not isinstance(shards, dict), f"{index} holds no weight_map")
         return {name: folder / shard for name, shard in shards.items()}
-    try:
+    with explained(f"{file} is missing or is not a whole safetensors file"):
         with safe_open(file, framework="pt") as f:
             return dict.fromkeys(f.keys(), file)
-    except (OSError, SafetensorError) as e:
-        raise ValueError(f"{file} is missing or is not a whole safetensors file") from e
 
 def read_tensors(files: dict[str, Path], names: Iterable[str], dtype=None, device="cpu") -> dict[str, Tensor]:
     """Read the named tensors straight to device and dtype. Raises ValueError for a file that is not whole."""
-    from safetensors import SafetensorError, safe_open
+    from safetensors import safe_open
     tensors, names = {}, [*names]
     for file in sorted({files[name] for name in names}):
-        try:
+        with explained(f"{file} is missing or lacks tensors that should be in it"):
             with safe_open(file, framework="pt", device=str(device)) as f:
                 tensors |= {name: f.get_tensor(name).to(dtype) for name in names if files[name] == file}
-        except (OSError, SafetensorError) as e:
-            raise ValueError(f"{file} is missing or lacks tensors that should be in it") from e
     return tensors
 
 def load_model(folder: Path, config, dtype=torch.float32, device="cpu") -> Model:
@@ -907,14 +900,18 @@ def collect_moments(model: Model, sequences: list[Tensor], attention_aware: bool
         forward(model, ids[None].to(model.inv_freq.device), observe)
     return join_moments(totals)
 
+def digest(*tensors: Tensor) -> str:
+    """Hash tensors by their bytes."""
+    data = [t.cpu().contiguous().view(torch.uint8).numpy().tobytes() for t in tensors]
+    return hashlib.sha256(b"".join(data)).hexdigest()[:16]
+
 def fingerprint(folder: Path) -> str:
     """Hash attention weights of two layers as they lie on disk: the same for every dtype and sharding."""
-    files, digest = checkpoint_files(folder), hashlib.sha256()
+    files, some = checkpoint_files(folder), []
     for projection in "qkvo":
         names = sorted(name for name in files if name.endswith(f"self_attn.{projection}_proj.weight"))
-        for tensor in read_tensors(files, names[:1] + names[-1:]).values():
-            digest.update(tensor.contiguous().view(torch.uint8).numpy().tobytes())
-    return digest.hexdigest()[:16]
+        some += read_tensors(files, names[:1] + names[-1:]).values()
+    return digest(*some)
 
 SIDECAR = ("transform", "group", "refine")      # flags that a transforms file was made with
 
@@ -933,18 +930,12 @@ def read_sidecar(path: str) -> dict:
     print(f"note: without {path}.json nothing says which model {path} was made for", file=sys.stderr)
     return {}
 
-def head_dim(config) -> int:
-    """Return the head dim of a config; some of transformers' leave it out."""
-    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-
 def load_transforms(path: str, config=None, device="cpu") -> dict[str, Tensor]:
     """Read a transforms file. Raises ValueError if it is broken or of another shape than the model's."""
-    try:
+    with explained(f"{path} cannot be read as a transforms file"):
         T = torch.load(path, weights_only=True, map_location=device)
-        keys = [key for key in ("k_feedback", "v_feedback") if key in T]
-        T = {key: T[key].to_dense() for key in ["k", "v"] + keys}
-    except Exception as e:       # by where a file is cut or what it holds, half a dozen types
-        raise ValueError(f"{path} cannot be read as a transforms file ({type(e).__name__})") from e
+        keys = "k", "v", *T.keys() & {"k_feedback", "v_feedback"}
+        T = {key: T[key].to_dense() for key in keys}
     size = lambda t: (*t.shape[:2], t.shape[2] * t.shape[3]) if t.dim() == 5 else (0, 0, 0)    # l, g, d
     want = size(T["k"]) if config is None else (
         config.num_hidden_layers, config.num_key_value_heads, head_dim(config))
@@ -1061,12 +1052,8 @@ def new_cache(model: Model, batch: int = 1, scheme: Scheme | None = None, sink: 
     """Make the caches of all layers: of a scheme, for the model with its values folded, or ordinary ones."""
     c, like = model.config, model.weights["model.embed_tokens.weight"]
     scheme, keep = (Scheme(Codec(16), Codec(16), {}), None) if scheme is None else (scheme, keep)
-    caches = []
-    for l in range(c.num_hidden_layers):
-        (T, k_codec, k_push), (_, v_codec, v_push) = scheme.of("k", l), scheme.of("v", l)
-        caches.append(WindowCache(batch, c.num_key_value_heads, c.head_dim, T, k_codec, v_codec, sink, keep,
-                                  flush, like.dtype, like.device, k_push, v_push))
-    return caches
+    return [WindowCache(batch, c.num_key_value_heads, c.head_dim, scheme.of("k", l), scheme.of("v", l), sink,
+                        keep, flush, like.dtype, like.device) for l in range(c.num_hidden_layers)]
 
 def feed(model: Model, cache: list[WindowCache], ids: Tensor, pad: list[int] | None = None) -> Tensor:
     """Run ids (b, t), the rows' next tokens after `pad` columns of padding, through the cache."""
@@ -1120,10 +1107,8 @@ def stream_text(tokenizer, tokens: Iterable[int]) -> Iterable[str]:
 
 def prompt_tokens(tokenizer, prompt: str, raw: bool = False, thinking: bool = False) -> list[int]:
     """Tokenize a prompt through the model's chat template, or as it stands if `raw` or if there is none."""
-    try:
+    with explained("the prompt is not UTF-8"):
         prompt.encode()
-    except UnicodeEncodeError as e:
-        raise ValueError("the prompt is not UTF-8") from e
     if raw or not tokenizer.chat_template:
         ids = tokenizer(prompt)["input_ids"]
     else:
@@ -1169,8 +1154,7 @@ def decoder_config(config):
     odd = {*(getattr(c, "layer_types", None) or [])} - {"full_attention"}
     odd = odd or {type(x).__name__ for x in DynamicCache(config=c).layers} - {DynamicLayer.__name__}
     refuse_if(odd, f"only layers of full attention are supported, not {', '.join(sorted(odd))}")
-    d = head_dim(c)
-    refuse_if(d < 8 or d & (d - 1), f"head_dim {d} is not supported, only powers of two from 8")
+    refuse_if(head_dim(c) not in HEAD_DIMS, f"head_dim {head_dim(c)} is not supported, only {HEAD_DIMS}")
     return c
 
 def attention_modules(model, *parts: str) -> list:
@@ -1197,15 +1181,17 @@ def grouped(query: Tensor, key: Tensor, scaling: float | None) -> Tensor:
     factor = 1.0 if scaling is None else scaling * query.shape[-1] ** 0.5
     return (query if abs(factor - 1) < 1e-6 else query * factor).unflatten(1, (key.shape[1], -1))
 
-def observe_attention(module, query, key, value, mask, scaling=None, **how) -> tuple:
-    """Add one call's moments to module.wush_moments, and attend."""
-    q, total = grouped(query, key, scaling), module.wush_moments
-    if "W" not in total:         # W_O by what it does to I: wherever and however the module keeps its weights
-        I = torch.eye(q.shape[1:3].numel() * q.shape[-1], dtype=q.dtype, device=q.device)
-        W_O = (module.o_proj(I) - module.o_proj(0 * I[:1])).unflatten(0, (*q.shape[1:3], -1))
-        total |= zero_moments(W_O, total.pop("attention_aware"))
-    add_moments(total, q, key, value)
-    return sdpa(module, query, key, value, mask, scaling=scaling, **how)
+def observer(totals: list[dict], attention_aware: bool) -> Callable:
+    """Make an attention function that adds each call's moments to its layer's of `totals`."""
+    def observe(module, query, key, value, mask, scaling=None, **how):
+        q, total = grouped(query, key, scaling), totals[module.layer_idx]
+        if not total:            # W_O by what it does to I: wherever and however the module keeps its weights
+            I = torch.eye(q.shape[1:3].numel() * q.shape[-1], dtype=q.dtype, device=q.device)
+            W_O = module.o_proj(I) - module.o_proj(0 * I[:1])
+            total |= zero_moments(W_O.unflatten(0, (*q.shape[1:3], -1)), attention_aware)
+        add_moments(total, q, key, value)
+        return sdpa(module, query, key, value, mask, scaling=scaling, **how)
+    return observe
 
 @torch.no_grad()
 def calibrate(model, tokenizer, text: str | list[str], *, length: int = 1024, sequences: int = 16,
@@ -1216,58 +1202,47 @@ def calibrate(model, tokenizer, text: str | list[str], *, length: int = 1024, se
     Raises ValueError for a model that WushCache cannot serve or whose values are folded, and without text.
     """
     modules, texts = attention_modules(model, "o_proj"), [text] if isinstance(text, str) else text
-    refuse_if(any(hasattr(m, "wush_folded") for m in modules), "the model's values are folded: unfold first")
+    refuse_if(hasattr(decoder_config(model.config), "wush_folded"), "the model's values are folded")
     ids = [i for part in texts for i in tokenizer(part, add_special_tokens=False, verbose=False)["input_ids"]]
     refuse_if(not ids, "the calibration text is empty")
-    before, modes = model.config._attn_implementation, {m: m.training for m in model.modules()}
-    register_attention("wush_calibrate", observe_attention)
+    totals, how = [{} for _ in modules], model.config._attn_implementation
+    modes = {m: m.training for m in model.modules()}
+    register_attention("wush_calibrate", observer(totals, transform == "wush_a"))
     register_attention("wush", wush_attention)           # may be chosen before a WushCache is made
     try:
-        for m in modules:
-            m.wush_moments = {"attention_aware": transform == "wush_a"}
         model.eval().set_attn_implementation("wush_calibrate")
         for part in tqdm(torch.tensor(ids[:sequences * length]).split(length), "calibrate", disable=None):
             model.base_model(part[None].to(model.device), use_cache=False)
-        totals = [m.wush_moments for m in modules]
     finally:
-        model.set_attn_implementation(before)
+        model.set_attn_implementation(how)
         for m, mode in modes.items():
             m.training = mode
-            m.__dict__.pop("wush_moments", None)
-    refuse_if("W" not in totals[-1], "the model's attention does not use transformers' AttentionInterface")
+    refuse_if(not all(totals), "the model's attention does not use transformers' AttentionInterface")
     moments = join_moments([{name: x.cpu() for name, x in total.items()} for total in totals])
     return derive(moments, transform, group, refine if transform in ("wush", "wush_a") else ())
 
 @contextmanager
 def folded_values(model, T_V: Tensor):
-    """Fold T_V (l, g, n, m, m) into a model for a while; a WushCache notices, and saves its part.
+    """Fold T_V (l, g, n, m, m) into a model for a while; its config says so, and a WushCache saves its part.
 
     Raises ValueError for a model that is folded already, or of other heads, or without plain weights.
     """
-    modules, kept = attention_modules(model, "v_proj", "o_proj"), []
-    refuse_if(any(hasattr(m, "wush_folded") for m in modules), "this model's values are folded already")
-    weights = [p for m in modules for p in (*m.v_proj.parameters(), m.o_proj.weight)]
-    refuse_if(any(p.is_meta or not p.is_floating_point() for p in weights), "values fold into plain weights")
+    modules, config = attention_modules(model, "v_proj", "o_proj"), decoder_config(model.config)
+    refuse_if(hasattr(config, "wush_folded"), "this model's values are folded already")
     refuse_if(T_V.shape[:4].numel() != sum(len(m.v_proj.weight) for m in modules), "T_V is of another shape")
-
-    def tell(m, args, kwargs):
-        for x in (*args, *kwargs.values()):
-            if isinstance(x, WushMethods):
-                x.layers[m.layer_idx].folded = m.wush_folded
+    folds = [(p, fold, T) for m, T in zip(modules, T_V) for p, fold in
+             [(p, fold_in) for p in m.v_proj.parameters()] + [(m.o_proj.weight, fold_out)]]
+    before = [p.data for p, *_ in folds]
+    refuse_if(any(x.is_meta or not x.is_floating_point() for x in before), "values fold into plain weights")
     try:
-        for m, T in zip(modules, T_V):
-            for p, fold in [(p, fold_in) for p in m.v_proj.parameters()] + [(m.o_proj.weight, fold_out)]:
-                kept.append((p, p.data))
-                p.data = fold(T.to(p.device), p.data)
-            m.wush_folded, m.wush_hook = T, m.register_forward_pre_hook(tell, with_kwargs=True)
+        for p, fold, T in folds:
+            p.data = fold(T.to(p.device), p.data)
+        config.wush_folded = [digest(T) for T in T_V]
         yield model
     finally:
-        for p, original in kept:
-            p.data = original
-        for m in modules:
-            if hasattr(m, "wush_folded"):
-                m.wush_hook.remove()
-                del m.wush_folded, m.wush_hook
+        for (p, *_), data in zip(folds, before):
+            p.data = data
+        vars(config).pop("wush_folded", None)
 
 def shard_transforms(tensors: dict[str, Tensor], rank: int, world_size: int) -> dict[str, Tensor]:
     """Take the KV heads of one rank of a tensor-parallel model; where ranks exceed heads, they share them.
@@ -1289,10 +1264,12 @@ def left_padding(mask: Tensor, batch: int, length: int) -> list[int]:
     known = mask.dtype == torch.bool or (seen | (mask <= torch.finfo(mask.dtype).min / 2)).all()
     wrong = f"attention 'wush' serves causal masks with padding at the left only, of {length} columns"
     refuse_if(not known or mask.dim() != 4 or mask.shape[1] != 1 or mask.shape[3] != length, wrong)
-    seen, column = seen[:, 0].expand(batch, -1, -1), torch.arange(length, device=mask.device)
-    pad, own = length - seen[:, -1].sum(-1)[:, None, None], column[length - seen.shape[1]:, None]
-    refuse_if(not ((seen == ((column >= pad) & (column <= own))) | (own < pad)).all(), wrong)
-    return pad.flatten().tolist()
+    seen, t = seen.expand(batch, -1, -1, -1), mask.shape[2]
+    pad = (length - seen[:, 0, -1].sum(-1)).tolist()
+    own = torch.arange(length - t, length, device=mask.device)[:, None]      # each query's column
+    padding = own < torch.tensor(pad, device=mask.device)[:, None, None, None]
+    refuse_if(not ((seen == padding_mask(pad, t, length, mask.device)) | padding).all(), wrong)
+    return pad
 
 def wush_attention(module, query, key, value, mask, scaling=None, dropout=0.0, **how) -> tuple:
     """Attend through the window cache whose `update` these keys come from; without one, as "sdpa" does."""
@@ -1321,7 +1298,7 @@ class WushLayer:
 
     def __init__(self, config, l: int, scheme: Scheme, windows: tuple):
         self.config, self.l, self.scheme, self.windows = config, l, scheme, windows
-        self.folded = self.trusted = None      # the T_V that the model has folded, and one that was ours
+        self.T_V_digest = digest(scheme.tensors["v"][l])
         self.reset()
 
     def reset(self) -> None:
@@ -1335,14 +1312,13 @@ class WushLayer:
         """Make the window cache, or take it along to the device of k."""
         if self.window is not None and self.window.recent[0].device == k.device:
             return
-        state, here = self.window and self.window.state(), lambda x: None if x is None else x.to(k.device)
-        (T_K, k_codec, k_push), (T_V, v_codec, v_push) = (self.scheme.of(side, self.l) for side in "kv")
-        refuse_if(k.shape[1::2] != (len(T_K), T_K.shape[1] * T_K.shape[2]),
-                  f"keys are {k.shape[1]} heads of {k.shape[3]} here, the transforms {tuple(T_K.shape)}")
-        self.T_V = here(T_V)
-        self.T_V_inverse = inverse_transpose(self.T_V).mT
-        self.window = WindowCache(len(k), k.shape[1], k.shape[3], here(T_K), k_codec, v_codec, *self.windows,
-                                  k.dtype, k.device, here(k_push), here(v_push))
+        state = self.window and self.window.state()
+        keys, values = (self.scheme.of(side, self.l, k.device) for side in "kv")
+        refuse_if(k.shape[1::2] != (len(keys.T), keys.T.shape[1] * keys.T.shape[2]),
+                  f"keys are {k.shape[1]} heads of {k.shape[3]} here, the transforms {tuple(keys.T.shape)}")
+        self.T_V, self.T_V_inverse = values.T, inverse_transpose(values.T).mT
+        self.window = WindowCache(len(k), k.shape[1], k.shape[3], keys, values, *self.windows, k.dtype,
+                                  k.device)
         if state:
             self.window.restore(state)
 
@@ -1353,10 +1329,9 @@ class WushLayer:
         refuse_if(self.waiting, "the last call's keys never came to attention 'wush': is the cache's config "
                                 "the model's?")
         refuse_if(len(k) != len(self.window.n), f"a batch of {len(k)} meets a cache of {len(self.window.n)}")
-        self.is_folded, folded, self.folded = self.folded is not None, self.folded, None
-        if self.is_folded and folded is not self.trusted:
-            refuse_if(not torch.equal(folded.to(self.T_V), self.T_V), "the model has another T_V folded in")
-            self.trusted = folded
+        folded = getattr(self.config, "wush_folded", None)       # by `folded_values`, layer by layer
+        refuse_if(folded and folded[self.l] != self.T_V_digest, "the model has another T_V folded in")
+        self.is_folded = bool(folded)
         if self.config._attn_implementation == "wush":
             marked, self.waiting = k.view_as(k), True            # the caller's own tensor stays as it is
             marked.wush_layer = self
@@ -1564,42 +1539,43 @@ def wanted(o: Options) -> tuple[dict[str, tuple], str]:
         schemes = {name: (o.transform, chosen) for name, chosen in schemes.items()}
     return schemes | {served: (o.transform, parts)}, served
 
+def check(o: Options) -> None:
+    """Refuse what the flags alone show to be wrong."""
+    for f in dataclasses.fields(o):
+        value, low, high = getattr(o, f.name), f.metadata["low"], f.metadata["high"]
+        refuse_if(f.metadata["kind"] in (int, float) and value is not None and not low <= value <= high,
+                  f"--{f.name.replace('_', '-')} {value} is not between {low} and {high}")
+    refinement(o)
+    refuse_if(o.bits is not None and (o.k_bits is not None or o.v_bits is not None),
+              "--bits sets both sides: give it, or --k-bits and --v-bits")
+    refuse_if(o.save and all(codec.bits == 16 for codec in codecs(o)),
+              "--save has nothing to write where --bits is 16")
+    refuse_if(o.json and o.save and o.json in (o.save, o.save + ".json"),
+              "--json and --save, which also writes a .json file, would overwrite each other")
+    refuse_if(o.task == "calibrate" and (not o.save or o.transforms),
+              "--task calibrate makes transforms: it needs --save FILE and takes no --transforms")
+
 def parse(argv: list[str] | None) -> Options:
-    """Make the flags from Options, parse them, and refuse what the flags alone show to be wrong."""
+    """Make the flags from Options, and parse them."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    fields = dataclasses.fields(Options)
-    for f in fields:
+    for f in dataclasses.fields(Options):
         kind, choices = f.metadata["kind"], f.metadata["choices"]
         how = {"action": "store_true"} if kind is bool else {"type": kind, "choices": choices}
         shown = "" if f.default in (None, False, str(BUNDLED)) else f" (default: {f.default})"
         name, help = "--" + f.name.replace("_", "-"), f.metadata["help"] + shown
         parser.add_argument(name, default=f.default, help=help, **how)
     o = Options(**vars(parser.parse_args(argv)))
-    for f in fields:
-        value, low, high = getattr(o, f.name), f.metadata["low"], f.metadata["high"]
-        if f.metadata["kind"] in (int, float) and value is not None and not low <= value <= high:
-            parser.error(f"--{f.name.replace('_', '-')} {value} is not between {low} and {high}")
     try:
-        refinement(o)
+        check(o)
     except ValueError as e:
         parser.error(str(e))
-    if o.bits is not None and (o.k_bits is not None or o.v_bits is not None):
-        parser.error("--bits sets both sides: give it, or --k-bits and --v-bits")
-    if o.save and all(codec.bits == 16 for codec in codecs(o)):
-        parser.error("--save has nothing to write where --bits is 16")
-    if o.json and o.save and o.json in (o.save, o.save + ".json"):
-        parser.error("--json and --save, which also writes a .json file, would overwrite each other")
-    if o.task == "calibrate" and (not o.save or o.transforms):
-        parser.error("--task calibrate makes transforms: it needs --save FILE and takes no --transforms")
     return o
 
 def read_text(source: str, tokens: int) -> str:
     """Read a text file, or of a dataset about as much as `tokens` tokens need, rows joined by blank lines."""
     if source not in DATASETS:
-        try:
+        with explained(f"{source} is missing or is not a text file"):
             return Path(source).read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as e:
-            raise ValueError(f"{source} is missing or is not a text file") from e
     repo, name, split = DATASETS[source]
     hub(repo, "dataset", "README.md")          # without a network this fails at once, `datasets` after 25 s
     from datasets import load_dataset
@@ -1624,10 +1600,8 @@ def read_tokenizer(folder: Path, config):
     files = "tokenizer.json", "tokenizer.model", "vocab.json"
     refuse_if(not any((folder / file).is_file() for file in files), f"{folder} holds no tokenizer.json")
     from transformers import AutoTokenizer
-    try:
+    with explained(f"{folder} holds no tokenizer that can be read"):
         tokenizer = AutoTokenizer.from_pretrained(folder)
-    except Exception as e:       # by which file is missing or broken, half a dozen types
-        raise ValueError(f"{folder} holds no tokenizer that can be read ({type(e).__name__})") from e
     refuse_if(len(tokenizer) > config.vocab_size,
               f"{folder} has a tokenizer of {len(tokenizer)} entries and a model of {config.vocab_size}")
     return tokenizer
@@ -1636,10 +1610,8 @@ def pick_device(name: str, dtype: str) -> tuple[torch.device, torch.dtype]:
     """Resolve --device and --dtype. Raises ValueError for a device that is not there."""
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
-    try:
+    with explained(f"there is no device {name!r} here"):
         torch.zeros(1, device=name).item()
-    except Exception as e:       # an unknown name, a missing driver, a torch without CUDA: three types
-        raise ValueError(f"there is no device {name!r} here") from e
     device = torch.device(name)
     if dtype == "auto":
         dtype = "float32" if device.type == "cpu" else "bfloat16"
@@ -1785,7 +1757,7 @@ def memory_task(job: Job) -> dict:
     """Measure and print what the bfloat16 cache of one evaluation sequence holds."""
     o, c, (k_codec, v_codec) = job.options, job.model.config, codecs(job.options)
     elements = 2 * c.num_hidden_layers * c.num_key_value_heads * c.head_dim          # of a token
-    sides = {"k_codec": k_codec, "v_codec": v_codec}
+    sides = {"k": Side(codec=k_codec), "v": Side(codec=v_codec)}
     keep = o.keep if job.schemes else None
     held = cache_bytes(c, o.eval_len, sink=o.sink, keep=keep, flush=o.flush, **sides)
     short, long = (cache_bytes(c, n, sink=0, keep=0, flush=1, **sides) for n in (4096, 8192))
