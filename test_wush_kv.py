@@ -2822,3 +2822,70 @@ def test_measure_agreement(real):
     print_table(f"256 greedy tokens after {len(prompts)} prompts of 512 tokens, windows 16/128/16",
                 ["common prefix", "equal tokens", "equal if fed"], rows)
     assert clearly_less(fed["wush"], fed["refined"])
+
+def alternate(ways, rounds):
+    """Run every way in turn, `rounds` times: seconds of each, so that a busy machine slows all alike."""
+    seconds = dict.fromkeys(ways, 0.0)
+    for _ in range(rounds):
+        for name, way in ways.items():
+            start = time.perf_counter()
+            way()
+            seconds[name] += time.perf_counter() - start
+    return seconds
+
+def test_measure_speed(real):
+    """Feeding errors back costs prefill at most half as much again. Ratios of times; flushes are included."""
+    model, schemes, _, text = real
+    schemes = {name: schemes.get(name) for name in ("none", "wush", "refined")}
+    models = {name: s and W.fold_values(model, s.tensors["v"]) or model for name, s in schemes.items()}
+    def prefilled(name, n):
+        cache = W.new_cache(models[name], 1, schemes[name])
+        W.logits(models[name], W.feed(models[name], cache, text[None, :n])[:, -1])
+        return cache
+    prefill = alternate({name: functools.partial(prefilled, name, 2048) for name in models}, 4)
+    print(f"\nprefill of 2048 tokens, refined / wush: {prefill['refined'] / prefill['wush']:.2f}")
+    for n in 2000, 4000, 7500:
+        caches = {name: prefilled(name, n) for name in models}
+        feed = lambda name: W.logits(models[name], W.feed(models[name], caches[name], text[None, :1]))
+        ways = {name: functools.partial(feed, name) for name in models}
+        alternate(ways, 20)                                # compiles, and anew after a flush
+        step = alternate(ways, 64)
+        print(f"step after {n} tokens, wush / 16 bits: {step['wush'] / step['none']:.2f}, "
+              f"refined / wush: {step['refined'] / step['wush']:.2f}")
+    assert prefill["refined"] < 1.5 * prefill["wush"]
+
+def test_measure_speed_through_transformers(real):
+    """WushCache decodes faster than QuantizedCache with quanto, both at 2 bits after 4000 tokens."""
+    pytest.importorskip("optimum.quanto")
+    from transformers import AutoModelForCausalLM, QuantizedCache
+    hf = AutoModelForCausalLM.from_pretrained(os.environ["MODEL"], dtype=torch.float32).requires_grad_(False)
+    caches = {"wush": W.WushCache(hf.config, real[1]["refined"].tensors),
+              "quanto": QuantizedCache("quanto", hf.config, nbits=2, axis_key=0, axis_value=0)}
+    hf.set_attn_implementation("wush")                     # of a cache that is not ours: "sdpa"
+    for cache in caches.values():
+        hf(real[3][None, :4000], past_key_values=cache, logits_to_keep=1)
+    feed = lambda name: hf(real[3][None, :1], past_key_values=caches[name])
+    ways = {name: functools.partial(feed, name) for name in caches}
+    alternate(ways, 20)
+    step = alternate(ways, 128)                            # quanto quantizes anew every 128 tokens
+    print(f"\nsteps after 4000 tokens, quanto / wush: {step['quanto'] / step['wush']:.2f}")
+    assert step["wush"] < step["quanto"]
+
+def test_measure_picture():
+    """Draw assets/bits.png, with TITLE, from FIGURES: what `--task ppl --json FILE` wrote at 2, 3, 4 bits."""
+    import matplotlib.pyplot as plt
+    files = os.environ.get("FIGURES") or pytest.skip("draws what was measured: set FIGURES to its json files")
+    runs = [json.loads(Path(file).read_text()) for file in files.split()]
+    runs = {run["bits"] + 0.5: run["perplexity"] for run in runs}      # 64 codes share a pair of 32 bits
+    figure, axes = plt.subplots(figsize=(7.04, 3.96), layout="constrained")
+    colours = {"hadamard": "#0072B2", "oscar": "#E69F00", "wush": "#D55E00", "refined": "#009E73"}
+    for name, colour in colours.items():
+        axes.plot(sorted(runs), [runs[bits][name] for bits in sorted(runs)], "o-", color=colour,
+                  label=name + " (the paper)" * (name == "wush"), lw=3 if name == "refined" else 1.8)
+    axes.axhline(runs[2.5]["none"], color="0.3", ls="--", lw=1, label="16 bits")
+    axes.set(title=os.environ.get("TITLE"), ylabel="perplexity", xticks=sorted(runs),
+             xlabel="bits an element of a packed token, scales included")
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False)
+    figure.savefig(HERE / "assets" / "bits.png", dpi=100)
+    assert all(run["none"] < run["refined"] < run["wush"] for run in runs.values())

@@ -33,6 +33,7 @@ import dataclasses
 import hashlib
 import json
 import math
+import os
 import sys
 import time
 import warnings
@@ -230,10 +231,11 @@ class Codec(NamedTuple):
     clip: float = 1.0
     group: int | None = None
 
-def refined_codec(bits: int, refine: Iterable[str], group: int | None = None, rule: str = "quest") -> Codec:
-    """Make the codec of some REFINEMENTS; without any it is the paper's, of `rule`."""
+def refined_codec(bits: int, refine: Iterable[str], group: int | None = None, rule: str = "quest",
+                  clip: float = 1.0) -> Codec:
+    """Make the codec of some REFINEMENTS; without any it is the paper's, of `rule` and `clip`."""
     return Codec(bits, "centred" if "offset" in refine else rule,
-                 WIDENED.get(bits, 1.0) if "step" in refine else 1.0, group)
+                 WIDENED.get(bits, 1.0) if "step" in refine else clip, group)
 
 def feed_back(steps: Tensor, bits: int, push: Tensor) -> Tensor:
     """Move steps (b, g, s, n, m), in levels from 0, so that rounding them is rounding with `feedback`'s F.
@@ -1513,11 +1515,9 @@ class Options:
 
 def codecs(o: Options, refine: Iterable[str] = ()) -> tuple[Codec, Codec]:
     """Make the codecs of keys and of values."""
-    def codec(bits, clip):
-        if o.quantizer == "affine":
-            return Codec(bits, "affine", clip, o.group)
-        return refined_codec(bits, refine, o.group, o.quantizer)
-    return codec(o.k_bits or o.bits or 2, o.clip_k), codec(o.v_bits or o.bits or 2, o.clip_v)
+    clips = (o.clip_k, o.clip_v) if o.quantizer == "affine" else (1.0, 1.0)
+    return tuple(refined_codec(bits or o.bits or 2, refine, o.group, o.quantizer, clip)
+                 for bits, clip in zip((o.k_bits, o.v_bits), clips))
 
 def refinement(o: Options) -> list[str]:
     """List the parts of --refine that apply: to wush and wush_a, and to the affine rule its first two."""
@@ -1554,6 +1554,9 @@ def check(o: Options) -> None:
               "--json and --save, which also writes a .json file, would overwrite each other")
     refuse_if(o.task == "calibrate" and (not o.save or o.transforms),
               "--task calibrate makes transforms: it needs --save FILE and takes no --transforms")
+    for path in map(Path, filter(None, (o.json, o.save))):       # now, not in an hour
+        there = os.access(path if path.exists() else path.parent, os.W_OK)
+        refuse_if(path.is_dir() or not there, f"{path} cannot be written")
 
 def parse(argv: list[str] | None) -> Options:
     """Make the flags from Options, and parse them."""
@@ -1628,18 +1631,8 @@ class Job(NamedTuple):
     prompt: list[int]
     eos: list[int]
 
-def check_writable(path: str | None) -> None:
-    """Raise OSError now, not in an hour, if a result could not be written."""
-    if path:
-        new = not Path(path).exists()
-        Path(path).open("a").close()
-        if new:
-            Path(path).unlink()
-
 def prepare(o: Options) -> Job:
     """Check everything, the cheap before the slow, then load the model and read or derive the transforms."""
-    check_writable(o.json)
-    check_writable(o.save)
     device, dtype = pick_device(o.device, o.dtype)
     small_files = "*.json", "*.txt", "*.model", "*.jinja"
     folder = fetch(o.model, *small_files)
