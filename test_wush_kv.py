@@ -1254,15 +1254,19 @@ with_file = lambda name, data: {"files": {name: data}}
     (dict(use_sliding_window=True), "sliding"), (dict(layer_types=[FULL, SLIDING]), SLIDING),
     (dict(layer_types=[LINEAR, FULL]), LINEAR), (dict(layer_types=[FULL]), "layer"),
     (dict(hidden_act="gelu"), "gelu silu"), (dict(quantization_config={"quant_method": "fp8"}), "quantized"),
-    (dict(rope_parameters="drop"), "rope_theta"),
+    (dict(rope_parameters="drop"), "rope_theta"), (dict(rope_parameters=ROPE | {"rope_theta": -1}), "rope"),
+    (dict(layer_types=5), "config.json"),
     (dict(rope_parameters=ROPE | {"rope_type": "yarn"}), "factor"),
     (dict(rope_parameters=ROPE | {"rope_type": "dynamic", "factor": 2.0}), "dynamic"),
     (dict(rope_parameters="yarn"), "rope"), (dict(num_hidden_layers=0, layer_types="drop"), "layer"),
     *((dict(num_key_value_heads=n), "num_key_value_heads") for n in (0, 3)),
     *((with_file("config.json", data), "config.json") for data in (None, b"", b"{nope", b"[]", b"\xff\xfe")),
     *((with_file("model.safetensors", data), "model.safetensors") for data in (None, b"", b"\xff" * 999)),
-    *((with_file("model.safetensors.index.json", data), "index") for data in (b"{", b"{}")),
+    *((with_file("model.safetensors.index.json", data), "index")
+      for data in (b"{", b"{}", b'{"weight_map": {"x": 1}}')),
     (with_file("generation_config.json", b"[]"), "generation_config.json"),
+    (with_file("generation_config.json", b'{"eos_token_id": [[1]]}'), "eos_token_id"),
+    *((with_file("chat_template.jinja", data), "template") for data in (b"{% if %}", b"{{ 1 / 0 }}")),
     (with_file("tokenizer.json", b"{"), "tokenizer"),
     ({"files": {"tokenizer.json": None, "tokenizer_config.json": None}}, "tokenizer")], ids=str)
 def test_unfit_model_is_refused_before_weights(change, words, shelf, tmp_path, capsys, no_weights):
@@ -1308,7 +1312,9 @@ WRONG = """\
 --task calibrate --bits 16 --save TMP/x: --bits; --bits 16 --save TMP/x: --save
 --transforms TMP/none.pt: none.pt; --temperature nan: --temperature; --top-p 2: --top-p; --yarn inf: --yarn
 --refine 1: --refine feedback exponent offset step; --refine all,off: --refine
---refine=: --refine; --seed 99999999999999999999: --seed; --model nosuch: nosuch; --model TMP/no/such: such
+--refine=: --refine; --transform hadamard --refine 1: --refine; --save TMP/folder: TMP/folder.json
+--temperature 1 --top-k 9999999999: --top-k
+--seed 99999999999999999999: --seed; --model nosuch: nosuch; --model TMP/no/such: such
 --model TMP/empty: empty; --model TMP: config.json"""
 
 @pytest.mark.parametrize("row", WRONG.replace("\n", "; ").split("; "))
@@ -1316,9 +1322,17 @@ def test_wrong_flag_is_refused_before_weights(row, shelf, tmp_path, capsys, no_w
     flags, words = row.replace("LONG", "x" * 520).split(": ")
     (tmp_path / "binary").write_bytes(bytes(range(256)) * 40)
     (tmp_path / "empty").touch()
+    (tmp_path / "folder.json").mkdir()
     there = lambda text: text.replace("TMP", str(tmp_path))
     said = refusal(argv(shelf, *there(flags).split()), capsys)
     assert not [word for word in there(words).split() if word not in said]
+
+def test_report_of_a_model_of_few_positions_needs_no_room_after_the_text(shelf, tmp_path):
+    """Its decoding speed is measured after fewer tokens than the evaluated text has."""
+    folder = edited(shelf, tmp_path, max_position_embeddings=52)
+    flags = "--eval-len 52 --calib-len 40 --sink 2 --keep 8 --flush 4 --max-new-tokens 4 --raw --prompt x"
+    out = figures(shelf, tmp_path, *flags.split(), "--model", folder)
+    assert out["tokens_per_second"].keys() == {"none", "refined"}
 
 def test_prompt_may_fill_the_positions_to_the_last(shelf, capsys):
     """P16: 500 + 12 tokens are 512 positions; 501 are refused."""
@@ -1373,8 +1387,7 @@ def test_report_writes_its_figures(report, shelf):
 def test_transforms_file_is_what_calibrating_gave_bit_for_bit(report, shelf, tmp_path):
     """P43. `k` and `v` as serving reads them; what the refined encoder needs beside them are further keys."""
     T = torch.load(report.file, weights_only=True)
-    about = {"fingerprint": W.fingerprint(shelf.folder), "model": "x"}
-    again = W.load_transforms(str(report.file), report.model.config, about)
+    again = W.load_transforms(str(report.file), report.model.config)
     want = report.schemes["refined"].tensors
     assert T.keys() == again.keys() == want.keys() == {"k", "v", "k_feedback", "v_feedback"}
     assert all(torch.equal(T[key], want[key]) and torch.equal(T[key], again[key]) for key in T)
@@ -1388,7 +1401,8 @@ def test_transforms_file_is_what_calibrating_gave_bit_for_bit(report, shelf, tmp
     *((lambda T, cut=cut: {side: cut(t) for side, t in T.items()}, words) for cut, words in (
         (lambda t: t[:1], "layers"), (lambda t: t[:, :1], "heads"), (lambda t: t[..., :8, :8], "head_dim"),
         (lambda t: t[0], "shape"), (torch.Tensor.int, ""))),
-    (b"", "transforms file"), (b"hello", "transforms file"), (2000, "transforms file")], ids=range(12))
+    (lambda T: T | {"k_feedback": T["v_feedback"][:, :, [0, 0], :8, :8]}, "blocks"),
+    (b"", "transforms file"), (b"hello", "transforms file"), (2000, "transforms file")], ids=range(13))
 def test_wrong_transforms_file_is_refused(spoil, words, report, shelf, tmp_path, capsys, no_weights):
     path = tmp_path / "T.pt"
     whole = report.file.read_bytes()
@@ -1399,9 +1413,12 @@ def test_wrong_transforms_file_is_refused(spoil, words, report, shelf, tmp_path,
     said = refusal(argv(shelf, "--task", "generate", "--transforms", path), capsys)
     assert "T.pt" in said and words in said
 
-@pytest.mark.parametrize("sidecar", [b"{", b"[]", b"{}", b'{"fingerprint": "0"}'])
+@pytest.mark.parametrize("sidecar", [b"{", b"[]", b"{}", b'{"fingerprint": "0"}', *(
+    {key: value} for key, value in (("group", 8), ("group", "8"), ("refine", 5), ("refine", None)))], ids=str)
 def test_spoiled_sidecar_is_refused(sidecar, report, shelf, tmp_path, capsys, no_weights):
     path = shutil.copy(report.file, tmp_path / "T.pt")
+    if isinstance(sidecar, dict):
+        sidecar = json.dumps(json.loads(Path(f"{report.file}.json").read_text()) | sidecar).encode()
     Path(f"{path}.json").write_bytes(sidecar)
     assert "T.pt" in refusal(argv(shelf, "--task", "generate", "--transforms", path), capsys)
 
@@ -1415,6 +1432,10 @@ def test_transforms_file_is_used_as_what_it_was_made_as_or_refused(made_with, sh
         return
     assert list(text) == ["oscar" if "oscar" in made_with else "refined"]
     assert {c.k.codec.group for c in caches} == {8 if "8" in made_with else None}
+    Path(tmp_path / "T.pt.json").unlink()                       # without it, the shape of the blocks tells
+    if "8" in made_with:
+        again = figures(shelf, tmp_path, "--task", "generate", "--transforms", tmp_path / "T.pt")["text"]
+        assert again == text
 
 def test_refine_off_is_the_papers_setting(report, shelf, tmp_path):
     """The file holds k and v alone, as wush gives them with 1/4, and so does one whose sidecar is lost."""
@@ -2513,14 +2534,97 @@ def test_cache_that_wush_attention_does_not_serve_is_refused_at_the_second_call(
         attend()
 
 
+@pytest.mark.filterwarnings("ignore")
+def test_refusal_leaves_the_cache_fit_for_the_next_call():
+    hf, T = their_model("qwen3")
+    cache, ids, layer = W.WushCache(hf.config, T, 16), tokens(1, 9), hf.model.layers[0].self_attn
+    hf.train()
+    layer.attention_dropout = 0.1
+    with pytest.raises(ValueError, match="dropout"):
+        through(hf, ids, cache)
+    hf.eval()
+    layer.attention_dropout = 0.0
+    assert distance(through(hf, ids, cache), reference(hf, ids)) < 1e-4
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("attention", ["wush", "sdpa"])
+def test_cache_begun_in_inference_mode_goes_on_outside_of_it(attention):
+    hf, T = their_model("qwen3", attention)
+    cache, ids = W.WushCache(hf.config, T, 16, **WINDOWS), tokens(1, 90)
+    with torch.inference_mode():
+        through(hf, ids[:, :80], cache, 40)
+    assert distance(through(hf, ids[:, 80:], cache, 1), reference(hf, ids)[:, 80:]) < 1e-4
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_copy_of_a_cache_goes_on_by_itself_and_sees_what_becomes_of_the_model():
+    """A prompt's cache is copied for each question: its tokens, not the model's config nor the transforms."""
+    hf, T = tiny().requires_grad_(False), their_model("qwen3")[1]
+    W.WushCache
+    hf.set_attn_implementation("wush")
+    cache, ids = W.WushCache(hf.config, T, 16, **WINDOWS), tokens(1, 100)
+    want = reference(hf, ids)
+    with W.folded_values(hf, T["v"]):
+        through(hf, ids[:, :60], cache)
+        copies = [copy.deepcopy(cache) for _ in range(2)]
+        assert copies[0].layers[0].scheme.tensors["k"] is T["k"]
+        assert distance(through(hf, ids[:, 60:], copies[0], 1), want[:, 60:]) < 1e-4
+    assert distance(through(hf, ids[:, 60:], cache, 1), want[:, 60:]) < 1e-4
+    hf.set_attn_implementation("sdpa")
+    assert distance(through(hf, ids[:, 60:], copies[1], 1), want[:, 60:]) < 1e-4
+
+
+def test_values_are_not_folded_into_weights_with_something_beside_them():
+    """LoRA's matrices act beside the weight: folding the weight alone would be silently wrong."""
+    class Beside(torch.nn.Linear):
+        def __init__(self, linear):
+            super().__init__(linear.in_features, linear.out_features, bias=False)
+            self.lora_A = torch.nn.Parameter(torch.ones(2, linear.in_features))
+
+    hf, T = tiny().requires_grad_(False), their_model("qwen3")[1]
+    for name in "v_proj", "o_proj":
+        attention = hf.model.layers[1].self_attn
+        plain = getattr(attention, name)
+        setattr(attention, name, Beside(plain))
+        with pytest.raises(ValueError, match="LoRA"), W.folded_values(hf, T["v"]):
+            pass
+        setattr(attention, name, plain)
+
+
+def test_parts_of_the_refinement_are_named_in_any_form_or_refused():
+    hf, T = their_model("qwen3")
+    codecs = lambda refine: W.WushCache(hf.config, T, refine=refine).layers[0].scheme[:2]
+    refined = W.refined_codec(2, W.REFINEMENTS)
+    for every in "all", W.REFINEMENTS, W.REFINEMENTS.keys(), iter(W.REFINEMENTS), ",".join(W.REFINEMENTS):
+        assert codecs(every) == (refined, refined)
+    assert codecs("off") == codecs(()) == codecs(None) == (TWO, TWO)
+    for wrong in "feedbck", ["feedback", "x"], "all,off", "":
+        with pytest.raises(ValueError, match="offset"):
+            codecs(wrong)
+        with pytest.raises(ValueError, match="offset"):
+            W.calibrate(hf, Numbers(), NUMBERS, refine=wrong)
+
+
+@pytest.mark.parametrize("how, words", [
+    (dict(transform="nosuch"), "nosuch"), (dict(sequences=0), "no text"), (dict(text=""), "no text")])
+def test_calibration_is_refused_before_it_runs(how, words, monkeypatch):
+    hf, how = tiny(), dict(text=NUMBERS) | how
+    monkeypatch.setattr(hf.base_model, "forward", lambda *_, **__: pytest.fail("it ran"))
+    with pytest.raises(ValueError, match=words):
+        W.calibrate(hf, Numbers(), **how)
+
+
 @pytest.mark.parametrize("how, words", [
     (dict(bits=5), "bits"), (dict(k_bits=1), "bits"), (dict(keep=-1), "keep"), (dict(flush=0), "flush"),
     (dict(transforms="layers"), "1 layers"), (dict(transforms="heads"), "heads of"),
-    (dict(transforms="values"), "values")])
+    (dict(transforms="values"), "values"), (dict(transforms="keys"), "keys"),
+    (dict(transforms="feedback", group=8), "feedback")])
 def test_wrong_use_is_refused_in_one_sentence(how, words):
     hf, T = their_model("qwen3")
     cut = dict(layers=lambda t: t[:1], heads=lambda t: t[:, :1]).get(how.pop("transforms", ""), lambda t: t)
-    T = {key: cut(t) for key, t in T.items() if words != key + "alues"}
+    T = {key: cut(t) for key, t in T.items() if words not in (key + "alues", key + "eys")}
+    T |= {"k_feedback": T["k"].triu(1)} if words == "feedback" else {}
     with pytest.raises(ValueError, match=words):
         W.WushCache(hf.config, T, **how).update(*torch.randn(2, 1, 2, 5, 16), 0)
     with pytest.raises(AttributeError):

@@ -29,6 +29,7 @@ Left out: training, mixture of experts, sliding windows, paged memory. Models ot
 through transformers, with WushCache.
 """
 import argparse
+import copy
 import dataclasses
 import hashlib
 import json
@@ -40,7 +41,7 @@ import warnings
 from contextlib import contextmanager
 from functools import cache, lru_cache, partial
 from pathlib import Path
-from typing import Callable, Iterable, NamedTuple
+from typing import Callable, Iterable, NamedTuple, get_args
 
 import torch
 import torch.nn.functional as F
@@ -134,6 +135,15 @@ REFINEMENTS = {
 }
 WIDENED = {2: 1.3, 3: 1.15, 4: 1.1}      # "step": α_b times this, by bits; found on SmolLM2-135M
 
+def known_parts(refine: str | Iterable[str]) -> list[str]:
+    """List the REFINEMENTS named: "all", "off", or some of them. Raises ValueError for other names."""
+    if isinstance(refine, str):
+        refine = {"all": [*REFINEMENTS], "off": []}.get(refine, refine.split(","))
+    parts = [*refine]
+    if not {*parts} <= {*REFINEMENTS}:
+        raise ValueError(f"--refine is all, off, or some of {', '.join(REFINEMENTS)}, not {parts}")
+    return parts
+
 def feedback(T: Tensor, hess: Tensor, free_mean: bool = False, damping: float = 1e-2) -> Tensor:
     """Derive from T (..., n, m, m) how rounding errors are fed back: F, strictly upper, of the same shape.
 
@@ -224,6 +234,10 @@ def affine(x: Tensor, bits: int, clip: float = 1.0) -> tuple[Tensor, Tensor]:
 QUANTIZERS = {"quest": quest, "affine": affine, "centred": centred}
 BITS = (2, 3, 4, 8, 16)      # 16 is off
 
+def block_size(T: dict[str, Tensor]) -> int | None:
+    """Return the channels of a block of transforms, None if a block is a whole head."""
+    return T["k"].shape[-1] if T["k"].shape[2] > 1 else None
+
 class Codec(NamedTuple):
     """How keys or values are quantized; `group` channels share a scale and offset (None: all of a head)."""
     bits: int = 2
@@ -233,9 +247,9 @@ class Codec(NamedTuple):
 
 def refined_codec(bits: int, refine: Iterable[str], group: int | None = None, rule: str = "quest",
                   clip: float = 1.0) -> Codec:
-    """Make the codec of some REFINEMENTS; without any it is the paper's, of `rule` and `clip`."""
-    return Codec(bits, "centred" if "offset" in refine else rule,
-                 WIDENED.get(bits, 1.0) if "step" in refine else clip, group)
+    """Make the codec of some REFINEMENTS; without any it is the paper's, of `rule`."""
+    clip *= WIDENED.get(bits, 1.0) if "step" in refine else 1.0
+    return Codec(bits, "centred" if "offset" in refine else rule, clip, group)
 
 def feed_back(steps: Tensor, bits: int, push: Tensor) -> Tensor:
     """Move steps (b, g, s, n, m), in levels from 0, so that rounding them is rounding with `feedback`'s F.
@@ -347,9 +361,10 @@ class PackedTensor:
     def __init__(self, batch: int, heads: int, d: int, side: Side, dtype, device):
         self.T, self.codec, self.push = side
         bits, group, quantized = self.codec.bits, self.codec.group or d, self.codec.bits < 16
-        if bits not in BITS or quantized and (d % group or d % 8):
-            raise ValueError(f"{d} channels do not pack with {bits} bits in groups of {group}: bits "
-                             f"are in {BITS}, channels a multiple of 8 and of the group")
+        pushed = group if self.push is None else self.push.shape[-1]
+        if bits not in BITS or quantized and (d % group or d % 8 or group != pushed):
+            raise ValueError(f"{d} channels do not pack with {bits} bits in groups of {group}: bits are in "
+                             f"{BITS}, channels a multiple of 8 and of the group, the feedback's block")
         width, kind, groups = (d * bits // 8, torch.uint8, d // group) if quantized else (d, dtype, 0)
         self.one_pair = groups == 1          # a token and head, as the functions of kernels.py expect
         self.has_kernel = self.one_pair and d in (64, 128, 256) and (self.T is None or self.T.shape[1] == 1)
@@ -653,6 +668,8 @@ def fold_out(T: Tensor, W: Tensor) -> Tensor:
     rows = W.double().unflatten(1, (len(T), -1, T.shape[1] * T.shape[2])).permute(1, 2, 0, 3)  # (g, r, D, d)
     return apply(inverse_transpose(T.double()), rows[None])[0].permute(2, 0, 1, 3).flatten(1).to(W.dtype)
 
+FOLDS = {"v_proj.weight": fold_in, "v_proj.bias": fold_in, "o_proj.weight": fold_out}
+
 def fold_values(model: Model, T_V: Tensor) -> Model:
     """Fold T_V (l, g, n, m, m) into a copy of the weights: W_V ← T_V W_V, bias too; W_O(r) ← T_V⁻ᵀ W_O(r).
 
@@ -662,10 +679,9 @@ def fold_values(model: Model, T_V: Tensor) -> Model:
     if model.folded:
         raise ValueError("this model's values are folded already: fold the original one")
     weights = dict(model.weights)
-    rules = {"v_proj.weight": fold_in, "v_proj.bias": fold_in, "o_proj.weight": fold_out}
     for l, T in enumerate(T_V):
-        names = {f"model.layers.{l}.self_attn.{name}": rule for name, rule in rules.items()}
-        weights |= {name: rule(T, weights[name]) for name, rule in names.items() if name in weights}
+        names = {f"model.layers.{l}.self_attn.{name}": fold for name, fold in FOLDS.items()}
+        weights |= {name: fold(T, weights[name]) for name, fold in names.items() if name in weights}
     return model._replace(weights=weights, folded=True)
 
 
@@ -687,7 +703,7 @@ def explained(sentence: str):
         yield
     except Exception as e:
         reason = str(e).strip().splitlines() or [type(e).__name__]
-        raise ValueError(f"{sentence} ({reason[-1]})") from e
+        raise ValueError(f"{sentence} ({reason[-1].strip()})") from e
 
 def head_dim(config) -> int:
     """Return the head dim of a config; some of transformers' leave it out."""
@@ -728,16 +744,16 @@ def read_config(folder: Path, yarn: float | None = None):
     Raises ValueError, one sentence, for every kind of model that the loop above would run wrongly.
     """
     raw = read_json(folder / "config.json")
-    rope = raw.get("rope_parameters")
-    theta = rope.get("rope_theta") if isinstance(rope, dict) else raw.get("rope_theta")
-    sliding = [kind for kind in raw.get("layer_types") or [] if kind != "full_attention"]
-    refuse_if(raw.get("model_type") not in MODEL_TYPES,
-              f"model_type {raw.get('model_type')!r} is not supported, only {' and '.join(MODEL_TYPES)}")
-    refuse_if(raw.get("quantization_config"), "the checkpoint is quantized: give one with plain weights")
-    refuse_if(sliding or raw.get("use_sliding_window"),
-              f"only full attention is supported, not {sliding[0] if sliding else 'a sliding window'}")
-    refuse_if(theta is None, "config.json names no rope_theta, neither by itself nor in rope_parameters")
     with explained(f"{folder / 'config.json'} cannot be used"):
+        refuse_if(raw.get("model_type") not in MODEL_TYPES,
+                  f"model_type {raw.get('model_type')!r} is not supported, only {' and '.join(MODEL_TYPES)}")
+        refuse_if(raw.get("quantization_config"), "the checkpoint is quantized: give one of plain weights")
+        odd = [kind for kind in raw.get("layer_types") or [] if kind != "full_attention"]
+        odd += ["a sliding window"] * bool(raw.get("use_sliding_window"))
+        refuse_if(odd, f"only full attention is supported, not {odd[:1]}")
+        rope = raw.get("rope_parameters")
+        theta = (rope if isinstance(rope, dict) else raw).get("rope_theta")
+        refuse_if(theta is None or theta <= 0, "it has no rope_theta, alone or in rope_parameters")
         from transformers import AutoConfig
         config = AutoConfig.from_pretrained(folder)
         rope = dict(config.rope_parameters, rope_theta=theta)
@@ -751,26 +767,25 @@ def read_config(folder: Path, yarn: float | None = None):
         refuse_if(rope["rope_type"] not in ROPE_TYPES or rope.get("partial_rotary_factor", 1) != 1,
                   f"its RoPE is {rope['rope_type']!r}, supported are {', '.join(ROPE_TYPES)} on whole heads")
         rope_frequencies(config)
-    d, heads, kv_heads = config.head_dim, config.num_attention_heads, config.num_key_value_heads
-    refuse_if(d not in HEAD_DIMS, f"head_dim {d} is not supported, only {HEAD_DIMS}")
-    refuse_if(kv_heads < 1 or heads % kv_heads,
-              f"num_key_value_heads {kv_heads} does not divide num_attention_heads {heads}")
-    refuse_if(config.num_hidden_layers < 1, "the model has no layer: num_hidden_layers is 0")
-    refuse_if(config.hidden_act != "silu", f"hidden_act {config.hidden_act!r} is not supported, only silu")
+        d, heads, kv_heads = config.head_dim, config.num_attention_heads, config.num_key_value_heads
+        refuse_if(d not in HEAD_DIMS, f"head_dim {d} is not supported, only {HEAD_DIMS}")
+        refuse_if(kv_heads < 1 or heads % kv_heads,
+                  f"num_key_value_heads {kv_heads} does not divide num_attention_heads {heads}")
+        refuse_if(config.num_hidden_layers < 1, "the model has no layer: num_hidden_layers is 0")
+        refuse_if(config.hidden_act != "silu", f"hidden_act is {config.hidden_act!r}, supported is silu")
     return config
 
 def weight_shapes(config) -> dict[str, tuple]:
     """List the tensors that a checkpoint of this config must hold, with their shapes."""
     c, D, I, d = config, config.hidden_size, config.intermediate_size, config.head_dim
     Q, K, qwen3 = c.num_attention_heads * d, c.num_key_value_heads * d, c.model_type == "qwen3"
-    linear = {"self_attn.q_proj": (Q, D), "self_attn.k_proj": (K, D), "self_attn.v_proj": (K, D),
-              "self_attn.o_proj": (D, Q), "mlp.gate_proj": (I, D), "mlp.up_proj": (I, D),
-              "mlp.down_proj": (D, I)}
-    biased = {"self_attn": c.attention_bias, "mlp": not qwen3 and c.mlp_bias}
-    layer = {f"{name}.weight": shape for name, shape in linear.items()}
-    layer |= {f"{name}.bias": shape[:1] for name, shape in linear.items() if biased[name.split(".")[0]]}
-    layer |= {"input_layernorm.weight": (D,), "post_attention_layernorm.weight": (D,)}
-    layer |= {f"self_attn.{x}_norm.weight": (d,) for x in "qk"} if qwen3 else {}
+    layer = {"input_layernorm.weight": (D,), "post_attention_layernorm.weight": (D,)}
+    for part, biased, shapes in (
+            ("self_attn", c.attention_bias, {"q": (Q, D), "k": (K, D), "v": (K, D), "o": (D, Q)}),
+            ("mlp", not qwen3 and c.mlp_bias, {"gate": (I, D), "up": (I, D), "down": (D, I)})):
+        layer |= {f"{part}.{x}_proj.weight": shape for x, shape in shapes.items()}
+        layer |= {f"{part}.{x}_proj.bias": shape[:1] for x, shape in shapes.items() if biased}
+    layer |= {f"self_attn.{x}_norm.weight": (d,) for x in "qk" if qwen3}
     shapes = {"model.embed_tokens.weight": (c.vocab_size, D), "model.norm.weight": (D,)}
     shapes |= {} if c.tie_word_embeddings else {"lm_head.weight": (c.vocab_size, D)}
     layers = range(c.num_hidden_layers)
@@ -781,9 +796,8 @@ def checkpoint_files(folder: Path) -> dict[str, Path]:
     from safetensors import safe_open
     index, file = folder / "model.safetensors.index.json", folder / "model.safetensors"
     if index.is_file():
-        shards = read_json(index).get("weight_map")
-        refuse_if(not isinstance(shards, dict), f"{index} holds no weight_map")
-        return {name: folder / shard for name, shard in shards.items()}
+        with explained(f"{index} holds no weight_map of file names"):
+            return {name: folder / shard for name, shard in read_json(index)["weight_map"].items()}
     with explained(f"{file} is missing or is not a whole safetensors file"):
         with safe_open(file, framework="pt") as f:
             return dict.fromkeys(f.keys(), file)
@@ -922,15 +936,19 @@ def save_transforms(path: str, T: dict[str, Tensor], about: dict) -> None:
     torch.save({key: tensor.cpu() for key, tensor in T.items()}, path)
     Path(path + ".json").write_text(json.dumps(about, indent=2) + "\n")
 
-def read_sidecar(path: str) -> dict:
-    """Read what a transforms file was made from; {} and a note on stderr if nothing says it."""
-    if Path(path + ".json").exists():
-        made = read_json(Path(path + ".json"))
-        lacks = {"model", "fingerprint", *SIDECAR} - made.keys() - {"refine"}      # absent: off
-        refuse_if(lacks, f"{path}.json does not say its {', '.join(sorted(lacks))}")
-        return made
-    print(f"note: without {path}.json nothing says which model {path} was made for", file=sys.stderr)
-    return {}
+def read_sidecar(path: str, T: dict[str, Tensor]) -> dict:
+    """Read what a transforms file was made from; without a sidecar, what T tells, and a note on stderr."""
+    if not Path(path + ".json").exists():
+        print(f"note: without {path}.json nothing says which model {path} was made for", file=sys.stderr)
+        return {"group": block_size(T)} | ({} if "k_feedback" in T else {"refine": "off"})
+    made = {"refine": "off"} | read_json(Path(path + ".json"))
+    lacks = {"model", "fingerprint", *SIDECAR} - made.keys()
+    refuse_if(lacks, f"{path}.json does not say its {', '.join(sorted(lacks))}")
+    fits = block_size(T) == made["group"] or block_size(T) is None and "k_feedback" not in T     # OSCAR's
+    fits &= isinstance(made["group"], int | None) and isinstance(made["refine"], str)
+    refuse_if(not fits, f"{path}.json says refine {made['refine']!r} and group {made['group']!r}, which does "
+                        f"not fit {path}")
+    return made
 
 def load_transforms(path: str, config=None, device="cpu") -> dict[str, Tensor]:
     """Read a transforms file. Raises ValueError if it is broken or of another shape than the model's."""
@@ -945,6 +963,7 @@ def load_transforms(path: str, config=None, device="cpu") -> dict[str, Tensor]:
         refuse_if(size(t) != want or 0 in want or t.shape[-2] != t.shape[-1],
                   f"{path} holds transforms of shape {tuple(t.shape)}, not of the model's {want[0]} layers, "
                   f"{want[1]} KV heads and head_dim {want[2]}")
+        refuse_if(t.shape != T[key[0]].shape, f"{path} holds a {key} of other blocks than {key[0]}")
         finite = t.is_floating_point() and t.isfinite().all()
         refuse_if(not finite, f"{path} holds numbers that are not finite or not floating point")
         T[key] = t = t.float()
@@ -1109,13 +1128,10 @@ def stream_text(tokenizer, tokens: Iterable[int]) -> Iterable[str]:
 
 def prompt_tokens(tokenizer, prompt: str, raw: bool = False, thinking: bool = False) -> list[int]:
     """Tokenize a prompt through the model's chat template, or as it stands if `raw` or if there is none."""
-    with explained("the prompt is not UTF-8"):
-        prompt.encode()
-    if raw or not tokenizer.chat_template:
-        ids = tokenizer(prompt)["input_ids"]
-    else:
-        ids = tokenizer.apply_chat_template([{"role": "user", "content": prompt}], add_generation_prompt=True,
-                                            enable_thinking=thinking, tokenize=True, return_dict=False)
+    message, how = {"role": "user", "content": prompt}, dict(add_generation_prompt=True, return_dict=False)
+    with explained("the prompt is not UTF-8, or not one for the model's chat template"):
+        ids = (tokenizer(prompt)["input_ids"] if raw or not tokenizer.chat_template else
+               tokenizer.apply_chat_template([message], enable_thinking=thinking, **how))
     refuse_if(not ids, "the prompt is empty")
     return ids
 
@@ -1123,8 +1139,9 @@ def end_tokens(folder: Path) -> list[int]:
     """Return all end-of-sequence ids, one or a list: generation_config.json's, else config.json's."""
     files = [path for name in ("generation_config.json", "config.json") if (path := folder / name).is_file()]
     found = [eos for path in files if (eos := read_json(path).get("eos_token_id")) is not None]
-    eos = found[0] if found else []
-    return eos if isinstance(eos, list) else [eos]
+    eos = found[0] if found and isinstance(found[0], list) else found[:1]
+    refuse_if(not all(isinstance(token, int) for token in eos), f"{folder} has an eos_token_id of {eos}")
+    return eos
 
 def decode_speed(model: Model, cache: list[WindowCache], context: Tensor, steps: int = 32) -> float:
     """Return tokens/s of one-token steps after `context` (t,), warm-up and compilation left out."""
@@ -1148,6 +1165,8 @@ def cache_bytes(config, tokens: int, dtype=torch.bfloat16, **how) -> float:
 
 # ------------------------------------------------------------------------------------------------------------
 # Transformers, imported on first use: calibration of its models, and WushCache, its Cache of these windows.
+# With attention "wush", `update` only marks the new keys: the model hands them on, and `wush_attention` finds
+# the cache's layer by the mark. With any other, `update` returns all keys and values, dequantized.
 
 def decoder_config(config):
     """Return the decoder's own config. Raises ValueError for one that a window cache would serve wrongly."""
@@ -1174,26 +1193,10 @@ def register_attention(name: str, function: Callable) -> None:
     AttentionInterface.register(name, function)
     AttentionMaskInterface.register(name, sdpa_mask)
 
-def sdpa(*args, **how) -> tuple:
-    from transformers.integrations.sdpa_attention import sdpa_attention_forward
-    return sdpa_attention_forward(*args, **how)
-
 def grouped(query: Tensor, key: Tensor, scaling: float | None) -> Tensor:
     """Group queries (b, h, t, d) by KV head, (b, g, r, t, d), scaled so that d^(-1/2) remains to be done."""
     factor = 1.0 if scaling is None else scaling * query.shape[-1] ** 0.5
     return (query if abs(factor - 1) < 1e-6 else query * factor).unflatten(1, (key.shape[1], -1))
-
-def observer(totals: list[dict], attention_aware: bool) -> Callable:
-    """Make an attention function that adds each call's moments to its layer's of `totals`."""
-    def observe(module, query, key, value, mask, scaling=None, **how):
-        q, total = grouped(query, key, scaling), totals[module.layer_idx]
-        if not total:            # W_O by what it does to I: wherever and however the module keeps its weights
-            I = torch.eye(q.shape[1:3].numel() * q.shape[-1], dtype=q.dtype, device=q.device)
-            W_O = module.o_proj(I) - module.o_proj(0 * I[:1])
-            total |= zero_moments(W_O.unflatten(0, (*q.shape[1:3], -1)), attention_aware)
-        add_moments(total, q, key, value)
-        return sdpa(module, query, key, value, mask, scaling=scaling, **how)
-    return observe
 
 @torch.no_grad()
 def calibrate(model, tokenizer, text: str | list[str], *, length: int = 1024, sequences: int = 16,
@@ -1203,43 +1206,57 @@ def calibrate(model, tokenizer, text: str | list[str], *, length: int = 1024, se
     As `collect_moments` and `derive` do; `refine` is for wush and wush_a only. The model stays as it was.
     Raises ValueError for a model that WushCache cannot serve or whose values are folded, and without text.
     """
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
     modules, texts = attention_modules(model, "o_proj"), [text] if isinstance(text, str) else text
+    parts = known_parts(refine) if transform in ("wush", "wush_a") else []
+    refuse_if(transform not in TRANSFORMS, f"transform {transform!r} is not in {', '.join(TRANSFORMS)}")
     refuse_if(hasattr(decoder_config(model.config), "wush_folded"), "the model's values are folded")
     ids = [i for part in texts for i in tokenizer(part, add_special_tokens=False, verbose=False)["input_ids"]]
-    refuse_if(not ids, "the calibration text is empty")
-    totals, how = [{} for _ in modules], model.config._attn_implementation
-    modes = {m: m.training for m in model.modules()}
-    register_attention("wush_calibrate", observer(totals, transform == "wush_a"))
+    ids, totals = ids[:sequences * length], [{} for _ in modules]
+    refuse_if(not ids, "there is no text to calibrate on")
+
+    def observe(module, query, key, value, mask, scaling=None, **how):
+        q, total = grouped(query, key, scaling), totals[module.layer_idx]
+        if not total:            # W_O as what o_proj does to I: with LoRA, quantized or offloaded weights too
+            I = torch.eye(q.shape[1:3].numel() * q.shape[-1], dtype=q.dtype, device=q.device)
+            W_O = module.o_proj(I) - module.o_proj(0 * I[:1])
+            total |= zero_moments(W_O.unflatten(0, (*q.shape[1:3], -1)), transform == "wush_a")
+        add_moments(total, q, key, value)
+        return sdpa_attention_forward(module, query, key, value, mask, scaling=scaling, **how)
+
+    register_attention("wush_calibrate", observe)
     register_attention("wush", wush_attention)           # may be chosen before a WushCache is made
+    before, modes = model.config._attn_implementation, {m: m.training for m in model.modules()}
     try:
         model.eval().set_attn_implementation("wush_calibrate")
-        for part in tqdm(torch.tensor(ids[:sequences * length]).split(length), "calibrate", disable=None):
+        for part in tqdm(torch.tensor(ids).split(length), "calibrate", disable=None):
             model.base_model(part[None].to(model.device), use_cache=False)
     finally:
-        model.set_attn_implementation(how)
+        model.set_attn_implementation(before)
         for m, mode in modes.items():
             m.training = mode
     refuse_if(not all(totals), "the model's attention does not use transformers' AttentionInterface")
     moments = join_moments([{name: x.cpu() for name, x in total.items()} for total in totals])
-    return derive(moments, transform, group, refine if transform in ("wush", "wush_a") else ())
+    return derive(moments, transform, group, parts)
 
 @contextmanager
 def folded_values(model, T_V: Tensor):
-    """Fold T_V (l, g, n, m, m) into a model for a while; its config says so, and a WushCache saves its part.
+    """Fold T_V (l, g, n, m, m) into a model for a while; its config is marked, for WushCache to see.
 
     Raises ValueError for a model that is folded already, or of other heads, or without plain weights.
     """
     modules, config = attention_modules(model, "v_proj", "o_proj"), decoder_config(model.config)
     refuse_if(hasattr(config, "wush_folded"), "this model's values are folded already")
+    folds = [(p, name, T) for m, T in zip(modules, T_V) for name, p in m.named_parameters()
+             if name.startswith(("v_proj", "o_proj")) and name != "o_proj.bias"]
+    plain = all(name in FOLDS and p.is_floating_point() and not p.is_meta for p, name, _ in folds)
+    refuse_if(not plain, "values fold into plain weights, not into quantized or offloaded ones, nor LoRA's")
     refuse_if(T_V.shape[:4].numel() != sum(len(m.v_proj.weight) for m in modules), "T_V is of another shape")
-    folds = [(p, fold, T) for m, T in zip(modules, T_V) for p, fold in
-             [(p, fold_in) for p in m.v_proj.parameters()] + [(m.o_proj.weight, fold_out)]]
     before = [p.data for p, *_ in folds]
-    refuse_if(any(x.is_meta or not x.is_floating_point() for x in before), "values fold into plain weights")
     try:
-        for p, fold, T in folds:
-            p.data = fold(T.to(p.device), p.data)
-        config.wush_folded = [digest(T) for T in T_V]
+        for p, name, T in folds:
+            p.data = FOLDS[name](T.to(p.device), p.data)
+        config.wush_folded = digest(T_V)
         yield model
     finally:
         for (p, *_), data in zip(folds, before):
@@ -1276,7 +1293,10 @@ def left_padding(mask: Tensor, batch: int, length: int) -> list[int]:
 def wush_attention(module, query, key, value, mask, scaling=None, dropout=0.0, **how) -> tuple:
     """Attend through the window cache whose `update` these keys come from; without one, as "sdpa" does."""
     if (layer := getattr(key, "wush_layer", None)) is None:
-        return sdpa(module, query, key, value, mask, scaling=scaling, dropout=dropout, **how)
+        from transformers.integrations.sdpa_attention import sdpa_attention_forward
+        return sdpa_attention_forward(module, query, key, value, mask, dropout, scaling, **how)
+    refuse_if(not layer.waiting, "attention 'wush' was given the keys of another layer")
+    layer.waiting = False        # a refusal leaves the cache fit for the next call
     odd = [x for x in ("softcap", "s_aux", "sliding_window", "position_bias") if how.get(x) is not None]
     odd += ["dropout"] * (dropout > 0) + ["is_causal=False"] * (how.get("is_causal") is False)
     refuse_if(odd, f"attention 'wush' knows no {' and no '.join(odd)}")
@@ -1284,24 +1304,30 @@ def wush_attention(module, query, key, value, mask, scaling=None, dropout=0.0, *
     return o.flatten(1, 2).transpose(1, 2).contiguous(), None
 
 def without_gradient(x: Tensor, like: Tensor) -> Tensor:
-    """Let a backward pass that would go through x, as through `like`, raise rather than come out wrong."""
+    """Detach x; if `like` wants gradients, a backward pass through x raises instead of leaving them out."""
     x = x.detach()
     if like.requires_grad:
         x.requires_grad_().register_hook(lambda _: refuse_if(True, "WushCache passes no gradients on"))
     return x
 
 class WushLayer:
-    """A layer of WushCache: a WindowCache, made when keys come, where they are; its values are T_V v.
+    """A layer of WushCache: a WindowCache of k and T_V v, made where the first keys are.
 
-    Lengths count padding, as transformers does; a row of the windows lacks its padding if "wush" attended.
+    `length` counts padding, as transformers does; the windows hold none of it if "wush" attended.
     """
     is_compileable = is_sliding = False
     is_croppable = supports_early_init = True
 
-    def __init__(self, config, l: int, scheme: Scheme, windows: tuple):
+    def __init__(self, config, l: int, scheme: Scheme, T_V_digest: str, windows: tuple):
         self.config, self.l, self.scheme, self.windows = config, l, scheme, windows
-        self.T_V_digest = digest(scheme.tensors["v"][l])
+        self.T_V_digest = T_V_digest
         self.reset()
+
+    def __deepcopy__(self, memo: dict):
+        """Copy the tokens, share the rest: the transforms, and the model's config, which may yet change."""
+        new = copy.copy(self)
+        new.window = copy.deepcopy(self.window, memo)
+        return new
 
     def reset(self) -> None:
         self.window, self.length, self.waiting, self.is_folded = None, 0, False, False
@@ -1324,6 +1350,7 @@ class WushLayer:
         if state:
             self.window.restore(state)
 
+    @torch.inference_mode(False)             # what is begun in inference mode may go on outside of it
     @torch.no_grad()
     def update(self, k: Tensor, v: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
         """Take in a call's keys and values (b, g, t, d): hand them to "wush", or return all cached ones."""
@@ -1331,9 +1358,9 @@ class WushLayer:
         refuse_if(self.waiting, "the last call's keys never came to attention 'wush': is the cache's config "
                                 "the model's?")
         refuse_if(len(k) != len(self.window.n), f"a batch of {len(k)} meets a cache of {len(self.window.n)}")
-        folded = getattr(self.config, "wush_folded", None)       # by `folded_values`, layer by layer
-        refuse_if(folded and folded[self.l] != self.T_V_digest, "the model has another T_V folded in")
-        self.is_folded = bool(folded)
+        folded = getattr(self.config, "wush_folded", None)       # by `folded_values`
+        refuse_if(folded not in (None, self.T_V_digest), "the model has another T_V folded in")
+        self.is_folded = folded is not None
         if self.config._attn_implementation == "wush":
             marked, self.waiting = k.view_as(k), True            # the caller's own tensor stays as it is
             marked.wush_layer = self
@@ -1359,11 +1386,11 @@ class WushLayer:
     def transformed(self, v: Tensor, T: Tensor) -> Tensor:
         return v if self.is_folded else apply(T, v).to(v.dtype)
 
+    @torch.inference_mode(False)
     @torch.no_grad()
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
         """Attend as WindowCache does, by the padding that the mask shows, which must not change."""
-        refuse_if(not self.waiting, "attention 'wush' was given the keys of another layer")
-        before, self.waiting = self.length, False
+        before = self.length
         if mask is not None and (self.l == 0 or not hasattr(mask, "wush_pad")):      # once for all layers
             mask.wush_pad = left_padding(mask, len(k), before + k.shape[2])
         pad = [0] * len(k) if mask is None else mask.wush_pad
@@ -1386,7 +1413,7 @@ class WushLayer:
     get_max_cache_shape = get_max_length
 
     def crop(self, tokens: int) -> None:
-        """Drop the last −tokens tokens; a positive number is the length to keep, as in first versions."""
+        """Drop the last −tokens tokens; a positive number is the length to keep, as in transformers 5.0."""
         count = min(-tokens, self.length) if tokens <= 0 else max(self.length - tokens, 0)
         if self.window is not None:
             self.window.crop(count)
@@ -1402,7 +1429,7 @@ class WushLayer:
         if self.window is not None:
             self.window.repeat(repeats)
 
-class WushMethods:
+class WushMethods:      # WushCache without its base class, which is imported on first use
     """A transformers Cache in few bits: WushCache(model.config, transforms, bits=2).
 
     `transforms` come from `calibrate` or `load_transforms`; `refine` says which REFINEMENTS they were made
@@ -1413,18 +1440,18 @@ class WushMethods:
     def __init__(self, config, transforms: dict[str, Tensor], bits: int = 2, k_bits: int | None = None,
                  v_bits: int | None = None, sink: int = 16, keep: int = 128, flush: int = 16,
                  group: int | None = None, refine: Iterable[str] | None = None):
-        c, widths, T_K = decoder_config(config), (k_bits or bits, v_bits or bits), transforms["k"]
-        self.how = dict(transforms=transforms, k_bits=widths[0], v_bits=widths[1], sink=sink, keep=keep,
-                        flush=flush, group=group, refine=refine)
-        if refine is None:
-            refine = REFINEMENTS if "k_feedback" in transforms else ()
-        group = group or (T_K.shape[-1] if T_K.shape[2] > 1 else None)
-        refuse_if("v" not in transforms, "the transforms lack those of the values")
+        c, widths = decoder_config(config), (k_bits or bits, v_bits or bits)
+        refuse_if(not {"k", "v"} <= {*transforms}, "the transforms lack those of the keys or of the values")
         refuse_if(not {*widths} <= {*BITS}, f"{widths} bits: they are in {BITS}")
         refuse_if(any(len(t) != c.num_hidden_layers for t in transforms.values()),
-                  f"the transforms are of {len(T_K)} layers, the model has {c.num_hidden_layers}")
+                  f"the transforms are of {len(transforms['k'])} layers, the model has {c.num_hidden_layers}")
+        refine = [*REFINEMENTS] * ("k_feedback" in transforms) if refine is None else known_parts(refine)
+        group = group or block_size(transforms)
+        self.how = dict(transforms=transforms, k_bits=widths[0], v_bits=widths[1], sink=sink, keep=keep,
+                        flush=flush, group=group, refine=refine)
         scheme = Scheme(*[refined_codec(b, refine, group) for b in widths], transforms)
-        super().__init__(layers=[WushLayer(c, l, scheme, (sink, keep, flush)) for l in range(len(T_K))])
+        how = scheme, digest(transforms["v"]), (sink, keep, flush)
+        super().__init__(layers=[WushLayer(c, l, *how) for l in range(c.num_hidden_layers)])
 
     @property
     def nbytes(self) -> int:
@@ -1468,65 +1495,60 @@ COMPARED = dict(error=[*TRANSFORMS], ppl=["hadamard", "oscar", "wush"], report=[
 DATASETS = {"fineweb-edu": ("HuggingFaceFW/fineweb-edu", "sample-10BT", "train"),
             "wikitext2": ("Salesforce/wikitext", "wikitext-2-raw-v1", "test")}
 
-def option(default, help: str, kind: type = str, choices=None, low=-math.inf, high=math.inf):
+def option(default, help: str, choices=None, low=-math.inf, high=math.inf):
     return dataclasses.field(default=default, metadata={
-        "help": help, "kind": kind, "choices": choices and [*choices], "low": low, "high": high})
+        "help": help, "choices": choices and [*choices], "low": low, "high": high})
 
 @dataclasses.dataclass(frozen=True)
 class Options:
     model: str = option(str(BUNDLED), "folder or hub id of a Qwen3 or Llama checkpoint (the bundled one)")
-    task: str = option("report", "what to do",
-                        choices=("report", "calibrate", "generate", "error", "ppl", "ablation"))
-    bits: int | None = option(None, "bits of keys and values; 2 if no width is given, 16 is off", int, BITS)
-    k_bits: int | None = option(None, "bits of the keys; 2 if only --v-bits is given", int, BITS)
-    v_bits: int | None = option(None, "bits of the values; 2 if only --k-bits is given", int, BITS)
-    group: int | None = option(None, "channels that share a scale and a transform block (a head)", int, low=4)
+    task: str = option("report", "what to do", choices=("calibrate", "generate", *COMPARED))
+    bits: int | None = option(None, "bits of keys and values; 2 if no width is given, 16 is off", BITS)
+    k_bits: int | None = option(None, "bits of the keys; 2 if only --v-bits is given", BITS)
+    v_bits: int | None = option(None, "bits of the values; 2 if only --k-bits is given", BITS)
+    group: int | None = option(None, "channels that share a scale and a transform block (a head)", low=4)
     transform: str = option("wush", "transform to generate with and to save", choices=TRANSFORMS)
-    refine: str = option("all", "what to add to the paper's wush: all, off, or some of "
-                         + ",".join(REFINEMENTS))
+    refine: str = option("all", "added to the paper's wush: all, off, or of " + ",".join(REFINEMENTS))
     quantizer: str = option("quest", "rule that places the levels", choices=QUANTIZERS)
-    clip_k: float = option(0.96, "affine: share of a key group left unclipped", float, low=0, high=1)
-    clip_v: float = option(0.92, "affine: share of a value group left unclipped", float, low=0, high=1)
-    sink: int = option(16, "first tokens kept in model dtype", int, low=0, high=2 ** 20)
-    keep: int = option(128, "last tokens kept in model dtype, at least", int, low=0, high=2 ** 20)
-    flush: int = option(16, "tokens quantized together", int, low=1, high=2 ** 20)
+    clip_k: float = option(0.96, "affine: share of a key group left unclipped", low=0, high=1)
+    clip_v: float = option(0.92, "affine: share of a value group left unclipped", low=0, high=1)
+    sink: int = option(16, "first tokens kept in model dtype", low=0, high=2 ** 20)
+    keep: int = option(128, "last tokens kept in model dtype, at least", low=0, high=2 ** 20)
+    flush: int = option(16, "tokens quantized together", low=1, high=2 ** 20)
     calib: str | None = option(None, "calibration text, a file or fineweb-edu (the model folder's calib.txt)")
-    calib_seqs: int = option(16, "calibration sequences; the paper takes 128", int, low=1)
-    calib_len: int = option(1024, "tokens of each; the paper takes 32768", int, low=2)
+    calib_seqs: int = option(16, "calibration sequences; the paper takes 128", low=1)
+    calib_len: int = option(1024, "tokens of each; the paper takes 32768", low=2)
     eval: str | None = option(None, "evaluation text, a file or wikitext2 (the model folder's eval.txt)")
-    eval_seqs: int = option(4, "evaluation sequences", int, low=1)
-    eval_len: int = option(2048, "tokens of each", int, low=2)
-    eval_skip: int = option(0, "tokens of the evaluation text to skip first", int, low=0)
+    eval_seqs: int = option(4, "evaluation sequences", low=1)
+    eval_len: int = option(2048, "tokens of each", low=2)
+    eval_skip: int = option(0, "tokens of the evaluation text to skip first", low=0)
     transforms: str | None = option(None, "file to read the transforms from instead of calibrating")
     save: str | None = option(None, "file to write the transforms to, for --transforms and for serving")
     prompt: str = option("Tell me where is fancy bred,", "prompt to continue")
-    raw: bool = option(False, "take the prompt as it stands, without the chat template", bool)
-    thinking: bool = option(False, "let the chat template's thinking mode on", bool)
-    max_new_tokens: int = option(64, "tokens to generate at most", int, low=1)
-    temperature: float = option(0.0, "sampling temperature; 0 takes the likeliest token", float, low=0)
-    top_p: float = option(1.0, "sample from the likeliest tokens of this probability", float, low=0, high=1)
-    top_k: int = option(0, "sample from this many likeliest tokens; 0 takes all", int, low=0)
-    seed: int = option(0, "seed of the sampling", int, low=0, high=2 ** 63)
-    yarn: float | None = option(None, "extend the context by this factor with YaRN", float, low=1, high=1024)
+    raw: bool = option(False, "take the prompt as it stands, without the chat template")
+    thinking: bool = option(False, "let the chat template's thinking mode on")
+    max_new_tokens: int = option(64, "tokens to generate at most", low=1)
+    temperature: float = option(0.0, "sampling temperature; 0 takes the likeliest token", low=0)
+    top_p: float = option(1.0, "sample from the likeliest tokens of this probability", low=0, high=1)
+    top_k: int = option(0, "sample from this many likeliest tokens; 0 takes all", low=0, high=2 ** 31)
+    seed: int = option(0, "seed of the sampling", low=0, high=2 ** 63)
+    yarn: float | None = option(None, "extend the context by this factor with YaRN", low=1, high=1024)
     device: str = option("auto", "torch device; auto is cuda if there is one, else cpu")
     dtype: str = option("auto", "of weights and windows; auto is float32 on a CPU, else bfloat16",
                         choices=("auto", "float32", "bfloat16", "float16"))
     json: str | None = option(None, "file to write the figures to as well")
 
-def codecs(o: Options, refine: Iterable[str] = ()) -> tuple[Codec, Codec]:
+def codecs(o: Options, refine: Iterable[str] = ()) -> list[Codec]:
     """Make the codecs of keys and of values."""
     clips = (o.clip_k, o.clip_v) if o.quantizer == "affine" else (1.0, 1.0)
-    return tuple(refined_codec(bits or o.bits or 2, refine, o.group, o.quantizer, clip)
-                 for bits, clip in zip((o.k_bits, o.v_bits), clips))
+    return [refined_codec(bits or o.bits or 2, refine, o.group, o.quantizer, clip)
+            for bits, clip in zip((o.k_bits, o.v_bits), clips)]
 
 def refinement(o: Options) -> list[str]:
     """List the parts of --refine that apply: to wush and wush_a, and to the affine rule its first two."""
-    parts = {"all": [*REFINEMENTS], "off": []}.get(o.refine, o.refine.split(","))
-    unknown = [part for part in parts if part not in REFINEMENTS]
-    refuse_if(unknown, f"--refine {o.refine}: its parts are {', '.join(REFINEMENTS)}, or all, or off")
-    if o.transform not in ("wush", "wush_a"):
-        return []
-    return [part for part in parts if o.quantizer != "affine" or part in ("feedback", "exponent")]
+    parts = [part for part in known_parts(o.refine)
+             if o.quantizer != "affine" or part in ("feedback", "exponent")]
+    return parts if o.transform in ("wush", "wush_a") else []
 
 def wanted(o: Options) -> tuple[dict[str, tuple], str]:
     """Name the schemes that the task needs, with transform and refinements, and the one to generate with."""
@@ -1543,7 +1565,7 @@ def check(o: Options) -> None:
     """Refuse what the flags alone show to be wrong."""
     for f in dataclasses.fields(o):
         value, low, high = getattr(o, f.name), f.metadata["low"], f.metadata["high"]
-        refuse_if(f.metadata["kind"] in (int, float) and value is not None and not low <= value <= high,
+        refuse_if(isinstance(value, int | float) and not low <= value <= high,
                   f"--{f.name.replace('_', '-')} {value} is not between {low} and {high}")
     refinement(o)
     refuse_if(o.bits is not None and (o.k_bits is not None or o.v_bits is not None),
@@ -1554,25 +1576,20 @@ def check(o: Options) -> None:
               "--json and --save, which also writes a .json file, would overwrite each other")
     refuse_if(o.task == "calibrate" and (not o.save or o.transforms),
               "--task calibrate makes transforms: it needs --save FILE and takes no --transforms")
-    for path in map(Path, filter(None, (o.json, o.save))):       # now, not in an hour
-        there = os.access(path if path.exists() else path.parent, os.W_OK)
-        refuse_if(path.is_dir() or not there, f"{path} cannot be written")
+    for path in filter(None, (o.json, o.save, o.save and o.save + ".json")):    # now, not in an hour
+        place = Path(path) if Path(path).exists() else Path(path).absolute().parent
+        refuse_if(Path(path).is_dir() or not os.access(place, os.W_OK), f"{path} cannot be written")
 
 def parse(argv: list[str] | None) -> Options:
     """Make the flags from Options, and parse them."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     for f in dataclasses.fields(Options):
-        kind, choices = f.metadata["kind"], f.metadata["choices"]
+        kind, choices = (get_args(f.type) or (f.type,))[0], f.metadata["choices"]       # of int | None: int
         how = {"action": "store_true"} if kind is bool else {"type": kind, "choices": choices}
         shown = "" if f.default in (None, False, str(BUNDLED)) else f" (default: {f.default})"
         name, help = "--" + f.name.replace("_", "-"), f.metadata["help"] + shown
         parser.add_argument(name, default=f.default, help=help, **how)
-    o = Options(**vars(parser.parse_args(argv)))
-    try:
-        check(o)
-    except ValueError as e:
-        parser.error(str(e))
-    return o
+    return Options(**vars(parser.parse_args(argv)))
 
 def read_text(source: str, tokens: int) -> str:
     """Read a text file, or of a dataset about as much as `tokens` tokens need, rows joined by blank lines."""
@@ -1615,10 +1632,9 @@ def pick_device(name: str, dtype: str) -> tuple[torch.device, torch.dtype]:
         name = "cuda" if torch.cuda.is_available() else "cpu"
     with explained(f"there is no device {name!r} here"):
         torch.zeros(1, device=name).item()
-    device = torch.device(name)
     if dtype == "auto":
-        dtype = "float32" if device.type == "cpu" else "bfloat16"
-    return device, getattr(torch, dtype)
+        dtype = "float32" if name.startswith("cpu") else "bfloat16"
+    return torch.device(name), getattr(torch, dtype)
 
 class Job(NamedTuple):
     """What a task works on, all of it checked."""
@@ -1626,36 +1642,36 @@ class Job(NamedTuple):
     model: Model
     tokenizer: object
     schemes: dict[str, Scheme]                 # by name; none at 16 bits
-    served: str                                # the scheme to generate with
+    served: str                                # the scheme to generate with, or "none"
     texts: list[Tensor]                        # evaluation sequences
     prompt: list[int]
     eos: list[int]
 
 def prepare(o: Options) -> Job:
     """Check everything, the cheap before the slow, then load the model and read or derive the transforms."""
+    check(o)
     device, dtype = pick_device(o.device, o.dtype)
     small_files = "*.json", "*.txt", "*.model", "*.jinja"
     folder = fetch(o.model, *small_files)
-    config, made = read_config(folder, o.yarn), read_sidecar(o.transforms) if o.transforms else {}
+    config = read_config(folder, o.yarn)
     given = load_transforms(o.transforms, config, device) if o.transforms else {}
-    if given:                                  # without a sidecar, only a file with feedback is refined
-        by_file = "off" if made or "k_feedback" not in given else o.refine
-        o = dataclasses.replace(o, **{"refine": by_file} | {key: made[key] for key in made.keys() & SIDECAR})
-    d = config.head_dim
-    refuse_if(o.group and d % o.group, f"--group {o.group} does not divide the head_dim {d}")
-    tokenizer, eos, (schemes, served) = read_tokenizer(folder, config), end_tokens(folder), wanted(o)
+    made = read_sidecar(o.transforms, given) if given else {}
+    o = dataclasses.replace(o, **{key: made[key] for key in made.keys() & SIDECAR})
+    refuse_if(o.group and config.head_dim % o.group,
+              f"--group {o.group} does not divide the head_dim {config.head_dim}")
+    schemes, served = wanted(o)
     if all(codec.bits == 16 for codec in codecs(o)):
-        schemes = {}
+        schemes, served = {}, "none"
     elif given:                                # without a calibration only these can be compared with it
         schemes = {name: how for name, how in schemes.items() if name in (*DATA_FREE, served)}
-    calibrates = not given and any(name not in DATA_FREE for name, _ in schemes.values())
-    prompt, texts, calib, source = read_inputs(o, folder, config, tokenizer, schemes, calibrates)
+    tokenizer, eos = read_tokenizer(folder, config), end_tokens(folder)
+    calibrates = not given and any(transform not in DATA_FREE for transform, _ in schemes.values())
+    prompt, texts, calib, source = read_inputs(o, folder, config, tokenizer, bool(schemes), calibrates)
     folder = fetch(o.model, *small_files, "*.safetensors")
     about = {"model": o.model, "fingerprint": fingerprint(folder), "transform": o.transform, "group": o.group,
              "refine": o.refine, "calibration_text": source, "calibration_tokens": sum(map(len, calib))}
-    if made and made["fingerprint"] != about["fingerprint"]:
-        raise ValueError(f"{o.transforms} was made for {made['model']}, weights {made['fingerprint']}, not "
-                         f"for {o.model}, weights {about['fingerprint']}")
+    refuse_if(made.get("fingerprint", about["fingerprint"]) != about["fingerprint"],
+              f"{o.transforms} was made for {made.get('model')}, other weights than those of {o.model}")
     model = load_model(folder, config, dtype, device)
     derived = [transform for name, (transform, _) in schemes.items() if not given or name != served]
     moments = collect_moments(model, calib, "wush_a" in derived) if derived else {}
@@ -1671,34 +1687,28 @@ def prepare(o: Options) -> Job:
 def read_inputs(o: Options, folder: Path, config, tokenizer, quantizes: bool, calibrates: bool) -> tuple:
     """Tokenize what the task reads: prompt, evaluation and calibration sequences, their source last."""
     own = lambda file, dataset: str(folder / file) if (folder / file).is_file() else dataset
-    prompt, texts, calib, lengths = [], [], [], {}
+    most, prompt, texts, calib = config.max_position_embeddings, [], [], []
+    fits = lambda what, n: refuse_if(n > most, f"{what}: {n} tokens are over the model's {most} positions")
+    source = o.calib or own("calib.txt", "fineweb-edu")
     if o.task in ("report", "generate"):
         prompt = prompt_tokens(tokenizer, o.prompt, o.raw, o.thinking)
-        lengths["prompt and --max-new-tokens"] = len(prompt) + o.max_new_tokens
+        fits("prompt and --max-new-tokens", len(prompt) + o.max_new_tokens)
     if o.task in COMPARED:
-        lengths["--eval-len"] = o.eval_len
-    if calibrates:
-        lengths["--calib-len"] = o.calib_len
-    for what, length in lengths.items():
-        refuse_if(length > config.max_position_embeddings,
-                  f"{what}: {length} tokens are over the model's {config.max_position_embeddings} positions")
-    windowed = quantizes and o.task in ("ppl", "report", "ablation")
-    refuse_if(windowed and o.eval_len <= o.sink + o.keep + o.flush,
-              f"--eval-len {o.eval_len} fits into the windows: nothing would be quantized")
-    if o.task in COMPARED:
+        fits("--eval-len", o.eval_len)
+        refuse_if(quantizes and o.task != "error" and o.eval_len <= o.sink + o.keep + o.flush,
+                  f"--eval-len {o.eval_len} fits into the windows: nothing would be quantized")
         text = o.eval or own("eval.txt", "wikitext2")
         texts = read_tokens(text, tokenizer, "--eval", o.eval_seqs, o.eval_len, o.eval_skip)
-    source = o.calib or own("calib.txt", "fineweb-edu")
     if calibrates:
+        fits("--calib-len", o.calib_len)
         calib = read_tokens(source, tokenizer, "--calib", o.calib_seqs, o.calib_len)
     return prompt, texts, calib, source
 
-def serve(job: Job, quantized: bool) -> tuple[Model, Callable]:
-    """Return the model, values folded if they are quantized, and what makes an empty cache for it."""
-    if not quantized:
-        return job.model, partial(new_cache, job.model)
-    o, scheme = job.options, job.schemes[job.served]
-    model = fold_values(job.model, scheme.tensors["v"]) if scheme.v_codec.bits < 16 else job.model
+def serve(job: Job, name: str) -> tuple[Model, Callable]:
+    """Return the model, values folded if the scheme quantizes them, and what makes an empty cache for it."""
+    o, model, scheme = job.options, job.model, job.schemes.get(name)
+    if scheme and "v" in scheme.tensors:
+        model = fold_values(model, scheme.tensors["v"])
     return model, partial(new_cache, model, 1, scheme, o.sink, o.keep, o.flush)
 
 def continuation(job: Job, model: Model, cache: list[WindowCache]) -> Iterable[str]:
@@ -1710,13 +1720,12 @@ def continuation(job: Job, model: Model, cache: list[WindowCache]) -> Iterable[s
 
 def generate_task(job: Job) -> dict:
     """Print the continuation as it comes."""
-    name, pieces = job.served if job.schemes else "none", []
-    model, empty_cache = serve(job, name != "none")
+    pieces, (model, empty_cache) = [], serve(job, job.served)
     for piece in continuation(job, model, empty_cache()):
         print(piece, end="", flush=True)
         pieces.append(piece)
     print()
-    return {"text": {name: "".join(pieces)}}
+    return {"text": {job.served: "".join(pieces)}}
 
 def by_figure(scores: dict[str, dict[str, tuple]]) -> dict:
     """Turn {name: {figure: (value, error)}} into {figure: {name: value}, "standard_error": {...}}."""
@@ -1767,12 +1776,13 @@ def report_task(job: Job) -> dict:
     widths = f"{k_codec.bits}-bit keys, {v_codec.bits}-bit values"
     name = Path(o.model).resolve().name if Path(o.model).is_dir() else o.model
     print(f"{name}: {c.num_hidden_layers} layers, {heads}; {widths}")
-    figures, error, ppl = memory_task(job), error_task(job, sink=0), ppl_task(job)
+    figures, error, ppl = memory_task(job), error_task(job, sink=0), ppl_task(job)      # 0: the paper's
     figures |= error | ppl | {"standard_error": error["standard_error"] | ppl["standard_error"]}
     figures |= {"tokens_per_second": {}, "text": {}}
-    context = job.texts[0][:c.max_position_embeddings - 52].to(job.model.inv_freq.device)
-    for name in ("none", job.served) if job.schemes else ("none",):
-        model, empty_cache = serve(job, name != "none")
+    context = job.texts[0][:max(c.max_position_embeddings - 52, 1)]          # decode_speed's 52 steps follow
+    context = context.to(job.model.inv_freq.device)
+    for name in dict.fromkeys(("none", job.served)):
+        model, empty_cache = serve(job, name)
         figures["tokens_per_second"][name] = speed = decode_speed(model, empty_cache(), context)
         figures["text"][name] = text = "".join(continuation(job, model, empty_cache()))
         print(f"{name}: {speed:.1f} tokens/s after {len(context)} tokens; the prompt goes on {text!r}")
