@@ -1906,7 +1906,7 @@ def test_the_encode_kernel_with_feedback_fits_every_gpu_generation(cc):
     print(in_python(f"""
 import kernels
 for d, bits in ((128, 2), (128, 3), (128, 4), (64, 2), (64, 3), (64, 4)):
-    registers, stack, shared, _ = kernels.cost(kernels.compile_encode({cc}, d, bits, "centred", True, True))
+    registers, stack, shared, _ = kernels.cost(kernels.compile_encode({cc}, d, bits, "centred", True))
     print({cc}, d, bits, registers, stack, shared)
     assert stack <= 16 and registers <= 160 and shared <= 24 * 1024, ({cc}, d, bits, registers, stack, shared)
 """))
@@ -1918,7 +1918,7 @@ def test_offsets_of_batch_head_and_token_are_64_bits_wide():
     in_python(r"""
 import re, kernels
 decode = kernels.compile_decode(90, 128, (2, 3), True)
-encode = kernels.compile_encode(90, 64, 2, "quest", True)
+encode = kernels.compile_encode(90, 64, 2, "quest")
 for compiled in (decode, encode):
     by = re.findall(r"tt.addptr %\S+, (%\S+) : !tt.ptr<\w+>, (\w+)", compiled.asm["ttir"])
     assert by and all(width == "i64" for name, width in by if not re.match(r"%c\d+_i32", name)), by
