@@ -9,10 +9,9 @@ codes (byte r: channels r, r + d/8, ...). Scale and offset of a group are one in
 low half, the bfloat16 offset in the high half.
 
 Each kernel is a quartet: the torch reference, which is its specification, the Triton kernel, a launcher with
-the reference's signature, and the bytes it moves. Launchers run the kernel on CUDA tensors, the reference on
-others, so this file works without a GPU and without Triton. `python kernels.py` checks the kernels against
-their references on the device at hand; `--bench` times them; `--compile` compiles every variant for six GPU
-generations, none of which need be there, and prints its cost.
+the reference's signature, and the bytes it moves. Launchers use the kernel on CUDA tensors and the reference
+on others, so this file needs neither a GPU nor Triton. `python kernels.py` checks the kernels on the device
+at hand; `--bench` times them; `--compile` prints what they compile to, for six generations of absent GPUs.
 
 Index legend: b batch, g KV head, r query head of its group, s cached token, d head dim.
 """
@@ -72,27 +71,25 @@ def split_pair(pair: Tensor) -> tuple[Tensor, Tensor]:
     """Undo `join_pair`: two bfloat16 tensors of the shape of `pair`."""
     return pair.unsqueeze(-1).view(torch.bfloat16).unbind(-1)
 
-def or_else(reference, reaches):
-    """Let a launcher fall back to `reference`: where `reaches` denies it, and for good once it failed."""
-    def decorate(launch):
-        @functools.wraps(reference)
-        def call(x: Tensor, *args):
-            if not call.failed and reaches(x, *args):
-                try:
-                    with torch.cuda.device_of(x):
-                        return launch(x, *args)
-                except Exception as error:              # of any type: Triton and compilers raise many
-                    call.failed = True                  # one warning, not one for each layer and token
-                    message = f"{reference.__name__} takes over, slower, as its fast form failed: {error}"
-                    warnings.warn(message[:1000], RuntimeWarning)
-            return reference(x, *args)
-        call.failed = False
-        return call
-    return decorate
+def or_else(reference, launch, reaches):
+    """Return `launch`, but `reference` where `reaches` denies the arguments, and for good once it failed."""
+    @functools.wraps(reference)
+    def call(x: Tensor, *args):
+        if not call.failed and reaches(x, *args):
+            try:
+                with torch.cuda.device_of(x):
+                    return launch(x, *args)
+            except Exception as error:                  # Triton and C++ compilers raise many types
+                call.failed = True                      # one warning, not one for each layer and token
+                message = f"{reference.__name__} takes over, slower, as its fast form failed: {error}"
+                warnings.warn(message[:1000], RuntimeWarning)
+        return reference(x, *args)
+    call.failed = False
+    return call
 
 def fused(reference):
-    """Use the decorated launcher of a Triton kernel where there is Triton, on CUDA tensors."""
-    return or_else(reference, lambda x, *_: triton and (x.is_cuda or INTERPRET))
+    """Decorate a Triton kernel's launcher: without Triton or CUDA tensors, `reference` runs instead."""
+    return lambda launch: or_else(reference, launch, lambda x, *_: triton and (x.is_cuda or INTERPRET))
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -294,9 +291,8 @@ class Slice(NamedTuple):
     step: int           # from a word's channel to the next word's
     exponent: int       # of the power of two its codes lack: for planes below, less its bit in the byte
 
-@at_compile_time
-def slices(d, bits):
-    """List all `Slice`s of d packed codes, plane by plane."""
+def slices(d: int, bits: int) -> tuple[Slice, ...]:
+    """List all slices of d packed codes, plane by plane."""
     found, byte = [], 0
     for width, below in PLANES[bits]:
         size = d * width // 8
@@ -305,11 +301,7 @@ def slices(d, bits):
             first = bit % 8 // width * size + bit // 8
             found.append(Slice(width, byte, word, size * 8 // word, bit, first, word // 8, below - bit % 8))
         byte += size
-    return found
-
-@at_compile_time
-def one_slice(d, bits, i):
-    return slices(d, bits)[i]           # in a kernel, to index loses a named tuple's names
+    return tuple(found)
 
 @at_compile_time
 def unpack_ptx(width, word):
@@ -322,11 +314,10 @@ def unpack_ptx(width, word):
     """
     spread = {16: "mov.b32 a, $X; shr.b32 b, $X, 8;",
               8: "prmt.b32 a, $X, 0, 0x4140; prmt.b32 b, $X, 0, 0x4342;"}[word]
-    outputs = [(register, i) for register in "ab" for i in range(0, 8, width)]
-    if word == 8:
-        outputs.sort(key=lambda output: output[1])      # both halves of a slice together
-    masks = [((1 << width) - 1 << i) * 0x10001 for _, i in outputs]
-    ands = [f"and.b32 ${n}, {outputs[n][0]}, {mask:#x};" for n, mask in enumerate(masks)]
+    outputs = [(i, register) for register in "ab" for i in range(0, 8, width)]
+    outputs = sorted(outputs) if word == 8 else outputs             # of bytes, a slice's halves together
+    ands = [f"and.b32 ${n}, {register}, {(2**width - 1 << i) * 0x10001:#x};"
+            for n, (i, register) in enumerate(outputs)]
     ptx = " ".join(["{ .reg .b32 a, b;", spread.replace("X", str(len(outputs))), *ands, "}"])
     return ptx, "=r," * len(outputs) + "r"
 
@@ -335,6 +326,8 @@ class Variant(NamedTuple):
     D: int
     K_BITS: int
     V_BITS: int
+    K_SLICES: tuple[Slice, ...]
+    V_SLICES: tuple[Slice, ...]
     ROWS: int           # query heads of a group, padded
     TILE: int           # packed tokens that are read at a time
     WINDOW: int         # slots of a window that one program takes
@@ -342,10 +335,9 @@ class Variant(NamedTuple):
     DOT: type           # of the operands of dot products with codes
 
 @jit
-def _codes(ptr, token, live, AXIS: tl.constexpr, BITS: tl.constexpr, I: tl.constexpr, MASKED: tl.constexpr,
-           HOW: tl.constexpr):
-    """Load slice I of a tile of tokens, words along AXIS. (Compiled, the words are loaded once for all.)"""
-    SLICE: tl.constexpr = one_slice(HOW.D, BITS, I)
+def _codes(ptr, token, live, AXIS: tl.constexpr, BITS: tl.constexpr, SLICE: tl.constexpr,
+           MASKED: tl.constexpr, HOW: tl.constexpr):
+    """Load a slice of a tile of tokens, words along AXIS. (Compiled, the words are loaded once for all.)"""
     WIDTH: tl.constexpr = SLICE.width
     WORD: tl.constexpr = SLICE.word
     word = tl.expand_dims(tl.arange(0, max(SLICE.words, 16)), 1 - AXIS)
@@ -365,9 +357,8 @@ def _codes(ptr, token, live, AXIS: tl.constexpr, BITS: tl.constexpr, I: tl.const
     return codes.to(tl.float16, bitcast=True).to(HOW.DOT)
 
 @jit
-def _channels(D: tl.constexpr, BITS: tl.constexpr, I: tl.constexpr):
-    """The channels of slice I in its words, as a column, and which of the words exist."""
-    SLICE: tl.constexpr = one_slice(D, BITS, I)
+def _channels(SLICE: tl.constexpr):
+    """The channels of a slice's words, as a column, and which of the words exist."""
     word = tl.arange(0, max(SLICE.words, 16))[:, None]
     return SLICE.first + word * SLICE.step, word < SLICE.words
 
@@ -386,10 +377,10 @@ def _scaled_queries(q_ptr, here, HOW: tl.constexpr):
     largest = tl.maximum(tl.max(tl.abs(q), 0), 1e-30)
     size, bias = largest * (1024 * HOW.D**-0.5 * 1.4426950408889634), tl.sum(q, 0) / (largest * 1024)
     query = ()
-    for i in tl.static_range(len(slices(HOW.D, HOW.K_BITS))):
-        at, there = _channels(HOW.D, HOW.K_BITS, i)
+    for i in tl.static_range(len(HOW.K_SLICES)):
+        at, there = _channels(HOW.K_SLICES[i])
         q = tl.load(q_ptr + at, mask=there & here, other=0) / largest[None, :]
-        query = query + ((q * 2.0**(14 + one_slice(HOW.D, HOW.K_BITS, i).exponent)).to(HOW.DOT),)
+        query = query + ((q * 2.0**(14 + HOW.K_SLICES[i].exponent)).to(HOW.DOT),)
     return query, size, bias
 
 @jit
@@ -406,7 +397,7 @@ def _packed_tile(state, queries, packed, start, end, MASKED: tl.constexpr, HOW: 
     score = tl.zeros([HOW.TILE, HOW.ROWS], tl.float32)
     k, v = k + at * (HOW.D * HOW.K_BITS // 8), v + at * (HOW.D * HOW.V_BITS // 8)
     for i in tl.static_range(len(query)):
-        codes = _codes(k, token, live, 1, HOW.K_BITS, i, MASKED, HOW)
+        codes = _codes(k, token, live, 1, HOW.K_BITS, HOW.K_SLICES[i], MASKED, HOW)
         score = tl.dot(codes, query[i], score, input_precision="tf32x3")
     score = score * k_scale[:, None] + k_offset[:, None] * bias[None, :]
     if MASKED:
@@ -423,15 +414,14 @@ def _packed_tile(state, queries, packed, start, end, MASKED: tl.constexpr, HOW: 
     decay *= top / new_top
     sums = ()
     for i in tl.static_range(len(acc)):                 # words first: to transpose codes takes shared memory
-        codes = _codes(v, token, live, 0, HOW.V_BITS, i, MASKED, HOW)
+        codes = _codes(v, token, live, 0, HOW.V_BITS, HOW.V_SLICES[i], MASKED, HOW)
         sums = sums + (tl.dot(codes, weight, acc[i] * decay[None, :], input_precision="tf32x3"),)
     return new_peak, total, shift, new_top, sums
 
 @jit
-def _store_slice(acc_ptr, sums, top, shift, I: tl.constexpr, HOW: tl.constexpr):
-    """Store the weighted sums of slice I of the values, in full units; a second plane adds to the first."""
-    SLICE: tl.constexpr = one_slice(HOW.D, HOW.V_BITS, I)
-    at, there = _channels(HOW.D, HOW.V_BITS, I)
+def _store_slice(acc_ptr, sums, top, shift, SLICE: tl.constexpr):
+    """Store the weighted sums of a slice of the values, in full units; a second plane adds to the first."""
+    at, there = _channels(SLICE)
     out = sums * (top * 2.0**(10 + SLICE.exponent))
     if SLICE.byte == 0:
         out += shift[None, :]
@@ -442,6 +432,14 @@ def _store_slice(acc_ptr, sums, top, shift, I: tl.constexpr, HOW: tl.constexpr):
     tl.store(acc_ptr + at, out, mask=there)
 
 @jit
+def _rows(buffers, strides, b, g):
+    """Where each of the buffers (b, g, ...) begins for one b and g."""
+    found = ()
+    for i in tl.static_range(len(strides)):
+        found = found + (buffers[i] + b * strides[i][0] + g * strides[i][1],)
+    return found
+
+@jit
 def _packed_part(q_ptr, acc_ptr, here, packed, strides, b, g, part, PARTS, HOW: tl.constexpr):
     """Softmax over one of PARTS shares of the packed tokens: store weighted sums, return peaks and totals."""
     n, buffers = tl.load(packed[4] + b), _rows(packed, strides, b, g)
@@ -450,8 +448,8 @@ def _packed_part(q_ptr, acc_ptr, here, packed, strides, b, g, part, PARTS, HOW: 
     end = tl.minimum(start + share, n)
     middle = start + (end - start) // HOW.TILE * HOW.TILE
     queries, acc = _scaled_queries(q_ptr, here, HOW), ()
-    for i in tl.static_range(len(slices(HOW.D, HOW.V_BITS))):
-        acc = acc + (tl.zeros([max(one_slice(HOW.D, HOW.V_BITS, i).words, 16), HOW.ROWS], tl.float32),)
+    for i in tl.static_range(len(HOW.V_SLICES)):
+        acc = acc + (tl.zeros([max(HOW.V_SLICES[i].words, 16), HOW.ROWS], tl.float32),)
     zero = tl.zeros([HOW.ROWS], tl.float32)
     state = (zero - 1e30, zero, zero, 1e-30, acc)       # peaks, totals, sums of offsets, largest scale, sums
 
@@ -462,7 +460,7 @@ def _packed_part(q_ptr, acc_ptr, here, packed, strides, b, g, part, PARTS, HOW: 
 
     peak, total, shift, top, acc = state
     for i in tl.static_range(len(acc)):
-        _store_slice(acc_ptr, acc[i], top, shift, i, HOW)
+        _store_slice(acc_ptr, acc[i], top, shift, HOW.V_SLICES[i])
     return peak, total
 
 @jit
@@ -473,7 +471,7 @@ def _window_part(q_ptr, acc_ptr, here, window, strides, b, g, part, HOW: tl.cons
     live, slot = slot < tl.load(window[2] + b), slot.to(tl.int64)
     q = tl.load(q_ptr + d[:, None], mask=here, other=0)
     k = tl.load(k + slot[:, None] * strides[0][2] + d[None, :], mask=live[:, None], other=0)
-    if HOW.DOT == tl.float32:                               # the interpreter would multiply bfloat16's bits
+    if HOW.DOT == tl.float32:                           # the interpreter would multiply bfloat16's bits
         q, k = q.to(tl.float32), k.to(tl.float32)
     score = tl.dot(k, q, input_precision="tf32x3") * (HOW.D**-0.5 * 1.4426950408889634)
     score = tl.where(live[:, None], score, -1e30)
@@ -484,14 +482,6 @@ def _window_part(q_ptr, acc_ptr, here, window, strides, b, g, part, HOW: tl.cons
         v = v.to(tl.float32)
     tl.store(acc_ptr + d[:, None], tl.dot(v, p.to(v.dtype), input_precision="tf32x3"))
     return peak, tl.sum(p, 0)
-
-@jit
-def _rows(buffers, strides, b, g):
-    """Where each of the buffers (b, g, ...) begins for one b and g."""
-    found = ()
-    for i in tl.static_range(len(strides)):
-        found = found + (buffers[i] + b * strides[i][0] + g * strides[i][1],)
-    return found
 
 @jit
 def _decode_kernel(q_ptr, qt_ptr, sinks, packed, recent, strides, acc_ptr, stat_ptr, G, R, PARTS, SINK_PARTS,
@@ -544,6 +534,13 @@ def tiling(d: int, bits: tuple[int, int], rows: int, fast: bool, cc: int) -> dic
     bound = dict(maxnreg=200) if wide and rows == 8 else {}
     return dict(TILE=16 if small else 64, num_warps=1, num_stages=3) | bound
 
+@functools.cache
+def variant(d: int, bits: tuple[int, int], rows: int, fast: bool, cc: int, dot) -> tuple[Variant, dict]:
+    """Return what to compile the decode kernel for, and the compiler's options."""
+    options = tiling(d, bits, rows, fast, cc)
+    tile = options.pop("TILE")
+    return Variant(d, *bits, *(slices(d, width) for width in bits), rows, tile, WINDOW, fast, dot), options
+
 @fused(decode_attention_ref)
 def decode_attention(q, qt, sinks, packed, recent, bits):
     """Launch `_decode_kernel` and `_merge_kernel`. Moves d·(k_bits + v_bits)/8 + 8 bytes a packed token and
@@ -553,9 +550,9 @@ def decode_attention(q, qt, sinks, packed, recent, bits):
     if not all(x.stride(-1) == 1 for x in (*sinks[:2], *packed[0:4:2], *recent[:2])) or \
             not all(x.stride(2) == x.shape[3] for x in packed[:4]):
         raise ValueError("channels, and the codes and pairs of successive tokens, must lie side by side")
-    cuda, exact = q.is_cuda, INTERPRET or q.dtype == torch.float32
+    cuda, dot = q.is_cuda, tl.float32 if INTERPRET or q.dtype == torch.float32 else tl.float16
     cc = 10 * torch.cuda.get_device_capability(q.device)[0] if cuda else 0
-    fast, rows = cc >= 80 and not exact, max(8, triton.next_power_of_2(r))
+    fast, rows = cc >= 80 and dot == tl.float16, max(8, triton.next_power_of_2(r))
     cores = torch.cuda.get_device_properties(q.device).multi_processor_count if cuda else 1
     # Eight programs a multiprocessor, by the buffers' sizes: to ask the device for lengths would wait for it.
     parts = min(triton.cdiv(8 * cores, b * g), triton.cdiv(packed[0].shape[2], 512), 256)
@@ -565,8 +562,7 @@ def decode_attention(q, qt, sinks, packed, recent, bits):
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     strides = tuple(tuple(x.stride()[:3] for x in part) for part in (sinks[:2], packed[:4], recent[:2]))
     if every:
-        options = tiling(d, bits, rows, fast, cc)
-        how = Variant(d, *bits, rows, options.pop("TILE"), WINDOW, fast, tl.float32 if exact else tl.float16)
+        how, options = variant(d, tuple(bits), rows, fast, cc, dot)
         _decode_kernel[every, b * g](q.contiguous(), qt.contiguous(), sinks, packed, recent, strides, acc,
                                      stat, g, r, parts, sink_parts, how, **options)
     _merge_kernel[b * g * r, triton.cdiv(d, 32)](acc, stat, out, every, r, d, rows, 32, min(d, 32))
@@ -628,9 +624,11 @@ WORTH_COMPILING = 1024      # packed tokens: shorter contexts never earn the com
 def in_one_pass(reference, one_pass):
     """Make a CPU launcher: compiled for one step's queries on a long cache, else the reference itself."""
     compiled = functools.cache(lambda: torch.compile(one_pass, dynamic=True))   # on first use: imports much
+
     def pays(x, codes, pair, bits, count):
         return not x.is_cuda and count >= WORTH_COMPILING and x.shape[2] <= 16
-    return or_else(reference, pays)(lambda *args: compiled()(*args))
+
+    return or_else(reference, lambda *args: compiled()(*args), pays)
 
 packed_scores = in_one_pass(packed_scores_ref, scores_in_one_pass)
 packed_values = in_one_pass(packed_values_ref, values_in_one_pass)
@@ -668,34 +666,29 @@ def check(device: str):
         assert not (encode.failed or decode_attention.failed)
         assert moved <= 0.02 and error <= 8 * torch.finfo(dtype).eps
 
-def compile_for(cc: int, kernel, arguments: dict, constants: dict, **options):
-    """Compile `kernel` for compute capability `cc`, its pointers and integers taken as multiples of 16."""
-    signature = {name: arguments.get(name, "constexpr") for name in kernel.arg_names}
-    paths = triton._utils.find_paths_if([*signature.values()], lambda _, kind: kind != "constexpr")
+def compile_for(cc: int, kernel, kinds: tuple, constants: tuple, **options):
+    """Compile `kernel` for compute capability `cc`; pointers and integers, the `kinds`, divide by 16."""
+    signature = dict(zip(kernel.arg_names, [*kinds, *("constexpr" for _ in constants)]))
+    paths = triton._utils.find_paths_if(kinds, lambda *_: True)
     source = triton.compiler.ASTSource(
-        kernel, signature, {(kernel.arg_names.index(name),): value for name, value in constants.items()},
+        kernel, signature, {(len(kinds) + i,): value for i, value in enumerate(constants)},
         {path: [["tt.divisibility", 16]] for path in paths})
     return triton.compile(source, triton.backends.compiler.GPUTarget("cuda", cc, 32), options)
 
 def compile_decode(cc: int, d: int, bits: tuple[int, int], fast: bool, rows: int = 8, model: str = "bf16"):
     """Compile `_decode_kernel` as `decode_attention` calls it."""
-    window, stride = (f"*{model}", f"*{model}", "*i32"), ("i32",) * 3
-    arguments = dict(
-        q_ptr=f"*{model}", qt_ptr="*fp32", sinks=window, packed=("*u8", "*i32", "*u8", "*i32", "*i32"),
-        recent=window, strides=((stride,) * 2, (stride,) * 4, (stride,) * 2), acc_ptr="*fp32",
-        stat_ptr="*fp32", **dict.fromkeys(("G", "R", "PARTS", "SINK_PARTS"), "i32"))
-    options, dot = tiling(d, bits, rows, fast, cc), tl.float32 if model == "fp32" else tl.float16
-    how = Variant(d, *bits, rows, options.pop("TILE"), WINDOW, fast, dot)
-    return compile_for(cc, _decode_kernel, arguments, dict(HOW=how), **options)
+    window, packed = (f"*{model}", f"*{model}", "*i32"), ("*u8", "*i32", "*u8", "*i32", "*i32")
+    strides = tuple((("i32",) * 3,) * buffers for buffers in (2, 4, 2))
+    kinds = f"*{model}", "*fp32", window, packed, window, strides, "*fp32", "*fp32", *("i32",) * 4
+    how, options = variant(d, bits, rows, fast, cc, tl.float32 if model == "fp32" else tl.float16)
+    return compile_for(cc, _decode_kernel, kinds, (how,), **options)
 
 def compile_encode(cc: int, d: int, bits: int, rule: str, feedback: bool = False):
-    """Compile `_encode_kernel` as `encode` calls it."""
-    arguments = dict(x_ptr="*bf16", t_ptr="*fp32", push_ptr="*fp32", codes_ptr="*u8", pair_ptr="*i32",
-                     stride=("i32",) * 4, n="i32", G="i32")
-    constants = dict(RANK=d - 5, ALPHA=0 if rule == "affine" else GAUSSIAN_CLIP[bits],
-                     CENTRED=rule == "centred", D=d, BITS=bits, TRANSFORM=True, FEEDBACK=feedback,
-                     BLOCK=16, CHUNK=16)
-    return compile_for(cc, _encode_kernel, arguments, constants)
+    """Compile `_encode_kernel` as `encode` calls it, with a transform."""
+    kinds = "*bf16", "*fp32", "*fp32", "*u8", "*i32", ("i32",) * 4, "i32", "i32"
+    alpha = 0 if rule == "affine" else GAUSSIAN_CLIP[bits]
+    constants = d - 5, alpha, rule == "centred", d, bits, True, feedback, 16, 16
+    return compile_for(cc, _encode_kernel, kinds, constants)
 
 def cost(compiled) -> tuple[int, int, int, int]:
     """Registers and spilled bytes a thread, bytes of shared memory, instructions of the longest loop."""
@@ -713,17 +706,14 @@ def cost(compiled) -> tuple[int, int, int, int]:
 def compile_all():
     """Print the cost of every kernel on every target, for decode with a loop's lane-instructions a code."""
     print("cc   kernel                         registers spilled  shared  instructions a code")
-    row = lambda cc, name, *figures: print(f"{cc:<4} {name:30}", *(f"{x:>8}" for x in figures), flush=True)
-    variants = [*itertools.product((64, 128), (2, 3, 4), (True, False))]
-    for cc in TARGETS:
-        for d, bits, fast in variants:
-            *usage, loop = cost(compile_decode(cc, d, (bits, bits), fast))
-            codes = 2 * d * tiling(d, (bits, bits), 8, fast, cc)["TILE"]
-            name = f"decode d={d} bits={bits} {'fast' if fast else 'plain'}"
-            row(cc, name, *usage, f"{32 * loop / codes:.2f}")
-        for d, bits, refined in variants:
-            rule = "centred" if refined else "quest"
-            row(cc, f"encode d={d} bits={bits} {rule}", *cost(compile_encode(cc, d, bits, rule, refined))[:3])
+    for cc, d, bits, flag in itertools.product(TARGETS, (64, 128), (2, 3, 4), (True, False)):
+        codes, rule = 2 * d * tiling(d, (bits, bits), 8, flag, cc)["TILE"], "centred" if flag else "quest"
+        *usage, loop = cost(compile_decode(cc, d, (bits, bits), flag))
+        rows = [("decode", "fast" if flag else "plain", *usage, f"{32 * loop / codes:.2f}"),
+                ("encode", rule, *cost(compile_encode(cc, d, bits, rule, flag))[:3])]
+        for kernel, kind, *figures in rows:
+            name = f"{kernel} d={d} bits={bits} {kind}"
+            print(f"{cc:<4} {name:30}", *(f"{x:>8}" for x in figures), flush=True)
 
 def ways_to_attend(q: Tensor, n: int, bits: int) -> dict:
     """Ways from q (b, g, r, d) to attention over n tokens: name -> (what makes a cache, what reads it)."""
@@ -776,13 +766,13 @@ def bench(device: str, g: int = 8, r: int = 4, d: int = 128):
 
     On a GPU at least four caches of over 200 MB together take turns: the level-2 cache shall not answer.
     """
-    cuda, shapes = device == "cuda", itertools.product((1,), (1, 4, 16, 64), (2,))
+    cuda, sizes = device == "cuda", ((1,), (1, 4, 16, 64), (2,))                # b, 1024 tokens, bits
     if cuda:
         check(device)
-        shapes = itertools.product((1, 8, 32), (4, 32, 80, 128), (2, 3, 4))
+        sizes = (1, 8, 32), (4, 32, 80, 128), (2, 3, 4)
     where = torch.cuda.get_device_name() if cuda else f"{torch.get_num_threads()} threads"
     print(f"{g} KV heads of {r} queries, d = {d}, {where}: ms (GB/s), and the last / each other")
-    for row, (b, n, bits) in enumerate(shapes):
+    for row, (b, n, bits) in enumerate(itertools.product(*sizes)):
         torch.cuda.empty_cache()
         if cuda and 5 * b * g * n * 1024 * d * 4 > torch.cuda.mem_get_info()[0]:
             continue                                    # five caches in bfloat16 have no room
