@@ -19,11 +19,10 @@ Each dimension has one letter, in every shape comment and einsum:
 
     b batch              l layer                            d head dim
     t query token        g KV head                          n block of the transform
-    s cached token       r query head inside its group      m channel inside a block (d = n·m)
+    s cached token       r query head of its KV head        m channel inside a block (d = n·m)
     v vocabulary         (query head h = g·R + r)           D model width
 
-Queries are (b, g, r, t, d), keys and values (b, g, s, d), transforms (l, g, n, m, m), acting on column
-vectors.
+Queries are (b, g, r, t, d), keys and values (b, g, s, d), transforms (l, g, n, m, m), for column vectors.
 
 Left out: training, mixture of experts, sliding windows, paged memory. Models other than Qwen3 and Llama run
 through transformers, with WushCache.
@@ -86,9 +85,8 @@ def rotate(gram: Tensor, hess: Tensor, m: int | None = None) -> Tensor:
 def oscar(gram: Tensor, hess: Tensor, m: int | None = None) -> Tensor:
     """Rotate onto the consumer's eigenvectors U, then spread: T = (U 𝓗)ᵀ, one a layer (arXiv 2605.17757).
 
-    U belongs to the mean of `hess` over the heads. When groups are narrower than the head T stays one block
-    of d channels: bit reversal deals the eigenvectors out to the groups, strong and weak alike, and 𝓗 acts in
-    each.
+    U are the eigenvectors of the mean of `hess` over the heads. T is one block of d channels even if groups
+    have m < d: eigenvectors in bit-reversed order spread strong and weak over the groups, 𝓗 acts in each.
     """
     d, n, m = hess.shape[-1], *diagonal_blocks(hess, m).shape[-3:-1]
     U = torch.linalg.eigh(hess.double().mean(-3)).eigenvectors.flip(-1)      # strongest first
@@ -118,7 +116,7 @@ def wush(gram: Tensor, hess: Tensor, m: int | None = None, damping: float = 1e-2
     c = (mean_diagonal(M) / mean_diagonal(T @ M @ T.mT)).sqrt()
     return c * T
 
-TRANSFORMS = {   # name: rule, then which moments are (Gram, Hessian) of the keys and of the values
+TRANSFORMS = {   # name: rule, (Gram, Hessian) of the keys, of the values, as `collect_moments` names them
     "identity": (identity, ("k", "q"), ("v", "o")),
     "hadamard": (rotate, ("k", "q"), ("v", "o")),
     "oscar": (oscar, ("k", "q"), ("v", "v_oscar")),
@@ -126,12 +124,12 @@ TRANSFORMS = {   # name: rule, then which moments are (Gram, Hessian) of the key
     "wush_a": (wush, ("k", "q_attn"), ("v", "o_attn")),
 }
 
-# What --refine adds to the paper, all of it at the moment of encoding: format and reader stay as they are.
+# What --refine adds to the paper: another T and another choice of codes. Format and reader stay as they are.
 REFINEMENTS = {
     "feedback": "a channel's rounding error is pushed onto those not yet rounded",
     "exponent": "Λ^(-0.4): the transform that suits rounding with feedback",
-    "offset": "the offset carries the strongest direction of a token, nearly exactly",
-    "step": "levels further apart, so that clipping shrinks fewer scores",
+    "offset": "T makes a token's strongest direction its mean over the channels, which the offset carries",
+    "step": "levels further apart, so that fewer values are clipped",
 }
 WIDENED = {2: 1.3, 3: 1.15, 4: 1.1}      # "step": α_b times this, by bits; found on SmolLM2-135M
 
@@ -145,14 +143,14 @@ def known_parts(refine: str | Iterable[str]) -> list[str]:
     return parts
 
 def feedback(T: Tensor, hess: Tensor, free_mean: bool = False, damping: float = 1e-2) -> Tensor:
-    """Derive from T (..., n, m, m) how rounding errors are fed back: F, strictly upper, of the same shape.
+    """Derive F (..., n, m, m), strictly upper, that feeds rounding errors of y = T x back: y_j −= e_i F_ij.
 
-    In the basis of T a token's rounding error e costs eᵀ H' e, H' = T⁻ᵀ H T⁻¹. With D = diag(1/U_ii²) and
-    UᵀU = (H' + γ tr(H')/m I)⁻¹, U upper, F = diag(U)⁻¹ U − I: if channel i misses by e_i once y_j −= e_i F_ij
-    has been done for every j > i, the loss is Σ D_ii e_i², each channel's own. This is GPTQ's step (arXiv
-    2210.17323), or Babai's nearest plane (arXiv 2507.18553), on a token. A fine grid of step Δ loses Δ²/12 Σ
-    D_ii: never more than the Δ²/12 tr(H') of plain rounding, and as much where H' is diagonal. `free_mean`:
-    an error's mean over the channels costs nothing, because the offset takes it up.
+    Channels are rounded in order; e_i is what channel i misses by. An error e of y costs eᵀ H' e, with H' =
+    T⁻ᵀ H T⁻¹. With F = diag(U)⁻¹ U − I, U upper, UᵀU = (H' + γ tr(H')/m I)⁻¹, that is Σ e_i²/U_ii²: later
+    channels have done all they can (GPTQ, arXiv 2210.17323; Babai's nearest plane, arXiv 2507.18553). On a
+    fine grid of step Δ it comes to Δ²/12 Σ 1/U_ii², never more than the Δ²/12 tr(H') of plain rounding, and
+    as much where H' is diagonal. `free_mean`: an error's mean over the channels costs nothing, because the
+    offset takes it up.
     """
     inverse, m = torch.linalg.inv(T.double()), T.shape[-1]
     I = torch.eye(m, dtype=torch.float64, device=T.device)
@@ -167,9 +165,10 @@ def feedback(T: Tensor, hess: Tensor, free_mean: bool = False, damping: float = 
 def derive(moments: dict[str, Tensor], name: str, m: int | None = None, refine=()) -> dict[str, Tensor]:
     """Derive transforms from collected moments: {"k": T_K, "v": T_V}, each (l, g, n, m, m), float32.
 
-    `refine` names REFINEMENTS, for WUSH only; with "feedback" F joins as "k_feedback" and "v_feedback".
+    `refine` lists REFINEMENTS, "exponent" and "offset" for WUSH only; "feedback" adds "k_feedback" and
+    "v_feedback". Raises ValueError for an unknown part.
     """
-    rule, *sides = TRANSFORMS[name]
+    refine, (rule, *sides) = known_parts(refine), TRANSFORMS[name]
     if "exponent" in refine:     # least loss with feedback on Gaussian rows, at 2, 3 and 4 bits alike
         rule = partial(rule, exponent=0.4)
     if "offset" in refine:
@@ -214,7 +213,8 @@ def quest(x: Tensor, bits: int, clip: float = 1.0) -> tuple[Tensor, Tensor]:
     """Place 2^b even levels on ±clip·α_b·RMS(x): with clip = 1 the best such grid for Gaussian data."""
     largest = x.abs().amax(-1)
     unit = x / largest.clamp(min=torch.finfo(x.dtype).tiny)[..., None]       # 1e-30 squared would be zero
-    rms = largest * unit.square().mean(-1, dtype=torch.float64).to(x.dtype).sqrt()   # the same in any order
+    mean_square = unit.square().mean(-1, dtype=torch.float64).to(x.dtype)    # float64: any order sums alike
+    rms = largest * mean_square.sqrt()
     alpha = clip * gaussian_clip(bits)
     return rms * (2 * alpha / (2 ** bits - 1)), rms * -alpha
 
@@ -239,7 +239,7 @@ def block_size(T: dict[str, Tensor]) -> int | None:
     return T["k"].shape[-1] if T["k"].shape[2] > 1 else None
 
 class Codec(NamedTuple):
-    """How keys or values are quantized; `group` channels share a scale and offset (None: all of a head)."""
+    """Bits; rule; `clip`, times α_b, or κ of "affine"; channels that share a scale (None: all of a head)."""
     bits: int = 2
     rule: str = "quest"
     clip: float = 1.0
@@ -251,21 +251,12 @@ def refined_codec(bits: int, refine: Iterable[str], group: int | None = None, ru
     clip *= WIDENED.get(bits, 1.0) if "step" in refine else 1.0
     return Codec(bits, "centred" if "offset" in refine else rule, clip, group)
 
-def feed_back(steps: Tensor, bits: int, push: Tensor) -> Tensor:
-    """Move steps (b, g, s, n, m), in levels from 0, so that rounding them is rounding with `feedback`'s F.
-
-    F = `push` (g, n, m, m). Sixteen channels at a time: a product of matrices carries a slice's errors on to
-    all later channels.
-    """
+def push_errors(steps: Tensor, bits: int, push: Tensor) -> Tensor:
+    """Move steps (b, g, s, n, m), in levels from 0, so that rounding them feeds errors back by F = `push`."""
     y = steps.movedim(2, -1).clone(memory_format=torch.contiguous_format)      # (b, g, n, m, s), a copy
-    for i in range(0, y.shape[-2], 16):
-        part, F_part = y[..., i:i + 16, :], push[..., i:i + 16, i:i + 16, None]
-        errors = torch.empty_like(part)
-        for j in range(part.shape[-2]):
-            code = part[..., j, :].clamp(0, 2 ** bits - 1).round_()
-            error = torch.sub(part[..., j, :], code, out=errors[..., j, :])
-            part[..., j + 1:, :] -= F_part[..., j, j + 1:, :] * error[..., None, :]
-        y[..., i + 16:, :] -= push[..., i:i + 16, i + 16:].mT @ errors
+    for i in range(y.shape[-2] - 1):
+        error = y[..., i, :] - y[..., i, :].round().clamp(0, 2 ** bits - 1)
+        y[..., i + 1:, :] -= push[..., i, i + 1:, None] * error[..., None, :]
     return y.movedim(-1, 2)
 
 def quantize(x: Tensor, codec: Codec, push: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
@@ -280,7 +271,7 @@ def quantize(x: Tensor, codec: Codec, push: Tensor | None = None) -> tuple[Tenso
     scale = scale.clamp(min=torch.finfo(torch.bfloat16).tiny)
     steps = (groups - offset.float()[..., None]) / scale.float()[..., None]
     if push is not None:
-        steps = feed_back(steps, codec.bits, push)
+        steps = push_errors(steps, codec.bits, push)
     codes = steps.round().clamp(0, 2 ** codec.bits - 1).byte().flatten(-2)
     if codec.rule == "centred":
         missed = groups - dequantize(codes, scale, offset).unflatten(-1, groups.shape[-2:])
@@ -311,7 +302,7 @@ class Scheme(NamedTuple):
     tensors: dict[str, Tensor]
 
     def of(self, side: str, l: int, device=None) -> Side:
-        """Return what is about layer l's keys, "k", or values, "v"."""
+        """Return how layer l's keys, side "k", or values, "v", are cached."""
         T, push = (self.tensors[key][l].to(device) if key in self.tensors else None
                    for key in (side, side + "_feedback"))
         return Side(T, self.k_codec if side == "k" else self.v_codec, push)
@@ -330,8 +321,7 @@ def on_gpu(x: Tensor) -> bool:
 
 def causal_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
     """Attend from q (b, g, r, t, d) to k, v (b, g, s, d), causally or to what a `mask` (b, 1, t, s) shows."""
-    heads, causal = q.flatten(1, 2), mask is None
-    o = F.scaled_dot_product_attention(heads, k, v, attn_mask=mask, is_causal=causal, enable_gqa=True)
+    o = F.scaled_dot_product_attention(q.flatten(1, 2), k, v, mask, is_causal=mask is None, enable_gqa=True)
     return o.unflatten(1, q.shape[1:3])
 
 def padding_mask(pad: list[int], t: int, s: int, device) -> Tensor:
@@ -410,9 +400,9 @@ class WindowCache:
     """The cache of one layer; a row is [its first `sink` tokens | packed | its last `keep` or a few more].
 
     When a row's recent window reaches keep + flush tokens, its oldest `flush` are quantized together and
-    never touched again (section 5). Keys enter raw, after RoPE, and are transformed when they are packed;
-    values enter folded. Tokens are counted per row, without padding: a row's cache is the same alone or in a
-    batch, and however its tokens were cut into calls. keep = None never flushes: an ordinary, growing cache.
+    never touched again. Keys enter raw, after RoPE, and are transformed when they are packed; values enter
+    folded. Tokens are counted per row, without padding: a row's cache is the same alone or in a batch, and
+    however its tokens were cut into calls. keep = None never flushes: an ordinary, growing cache.
     """
 
     def __init__(self, batch: int, heads: int, d: int, k: Side = Side(), v: Side = Side(), sink: int = 16,
@@ -467,19 +457,19 @@ class WindowCache:
     def append(self, k: Tensor, v: Tensor, pad: list[int]) -> None:
         """Write k and v (b, g, t, d) to the sinks while these have room, then to the recent window."""
         for rows in self.rows_alike(pad):
-            (n, _, r), p = self.sizes(rows.start), pad[rows.start]
-            s = min(max(self.sink - n, 0), k.shape[2] - p)
-            end, capacity = r + k.shape[2] - p - s, self.recent[0].shape[2]
+            (n_sink, _, n_recent), skip = self.sizes(rows.start), pad[rows.start]
+            new = min(self.sink - n_sink, k.shape[2] - skip)     # these fill the sinks, the rest is recent
+            end, capacity = n_recent + k.shape[2] - skip - new, self.recent[0].shape[2]
             if end > capacity:   # a long call stretches the window until the flush; an ordinary cache doubles
                 capacity = max(end, 2 * capacity) if self.keep is None else end
                 self.recent = [grow(w, capacity) for w in self.recent]
             for x, sinks, recent in zip((k, v), self.sinks, self.recent):
-                sinks[rows, :, n:n + s] = x[rows, :, p:p + s]
-                recent[rows, :, r:end] = x[rows, :, p + s:]
+                sinks[rows, :, n_sink:n_sink + new] = x[rows, :, skip:skip + new]
+                recent[rows, :, n_recent:end] = x[rows, :, skip + new:]
         self.n = [n + k.shape[2] - p for n, p in zip(self.n, pad)]
 
     def flush(self) -> None:
-        """Quantize the oldest recent tokens, `flush` at a time, while `keep` stay: only here is packed."""
+        """Quantize the oldest recent tokens, `flush` at a time, while `keep` stay: nothing else packs any."""
         if self.keep is None:
             return
         for rows in self.rows_alike():
@@ -524,14 +514,13 @@ class WindowCache:
         outputs, q = [], q[..., 0, :].float()
         q_packed = q if self.T_query is None else apply(self.T_query, q)
         for rows in self.rows_alike():
-            size = self.sizes(rows.start)
-            (k_sink, k_recent), (v_sink, v_recent) = (
-                [window[rows, :, :n].float() for window, n in ((sinks, size[0]), (recent, size[2]))]
-                for sinks, recent in zip(self.sinks, self.recent))
-            packed = self.k.scores(q_packed[rows], size[1], rows)
+            n_sink, n_packed, n_recent = size = self.sizes(rows.start)
+            k_sink, v_sink = (x[rows, :, :n_sink].float() for x in self.sinks)
+            k_recent, v_recent = (x[rows, :, :n_recent].float() for x in self.recent)
+            packed = self.k.scores(q_packed[rows], n_packed, rows)
             scores = torch.cat([q[rows] @ k_sink.mT, packed, q[rows] @ k_recent.mT], -1)
-            p = (scores * q.shape[-1] ** -0.5).softmax(-1).split(size, -1)
-            outputs.append(p[0] @ v_sink + self.v.mix(p[1], size[1], rows) + p[2] @ v_recent)
+            p_sink, p, p_recent = (scores * q.shape[-1] ** -0.5).softmax(-1).split(size, -1)
+            outputs.append(p_sink @ v_sink + self.v.mix(p, n_packed, rows) + p_recent @ v_recent)
         return torch.cat(outputs)[..., None, :].to(self.recent[0].dtype)
 
     def attend_by_kernel(self, q: Tensor) -> Tensor:
@@ -549,9 +538,6 @@ class WindowCache:
         self.n = [max(n - count, 0) for n in self.n]
         self.n_packed = [min(p, max(n - self.sink, 0)) for n, p in zip(self.n, self.n_packed)]
 
-    def reset(self) -> None:
-        self.crop(max(self.n))
-
     def select(self, rows: Tensor) -> None:
         """Keep these batch rows, in this order, some perhaps several times: of beams, of a smaller batch."""
         rows = torch.arange(len(self.n))[rows.cpu()]             # also of a mask or of negative indices
@@ -561,15 +547,12 @@ class WindowCache:
             packed.codes, packed.pair = packed.codes[index], packed.pair[index]
         self.n, self.n_packed = [self.n[row] for row in rows], [self.n_packed[row] for row in rows]
 
-    def repeat(self, times: int) -> None:
-        """Put `times` copies of each row next to each other."""
-        self.select(torch.arange(len(self.n)).repeat_interleave(times))
-
     def state(self) -> dict:
-        """Return all that is held, without spare room, as torch.save writes it; `restore` takes it back."""
+        """Copy all that is held, packed tokens without spare room, for `restore` and torch.save."""
         count, packed = max(self.n_packed), (self.k.codes, self.k.pair, self.v.codes, self.v.pair)
-        return {"n": self.n, "n_packed": self.n_packed, "packed": [x[:, :, :count].clone() for x in packed],
-                "sinks": self.sinks, "recent": self.recent}
+        tensors = {"packed": [x[:, :, :count] for x in packed], "sinks": self.sinks, "recent": self.recent}
+        copies = {name: [x.clone() for x in held] for name, held in tensors.items()}
+        return {"n": [*self.n], "n_packed": [*self.n_packed]} | copies
 
     def restore(self, state: dict) -> None:
         here = lambda tensors: [x.to(self.recent[0].device, copy=True) for x in tensors]
@@ -598,8 +581,7 @@ def linear(weights: dict, name: str, x: Tensor) -> Tensor:
 
 def rope_tables(model: Model, positions: Tensor, dtype) -> tuple[Tensor, Tensor]:
     """Return cos and sin, (b, t, d) each, of the rotary angles at `positions` (b, t)."""
-    angle = positions[..., None].float() * model.inv_freq
-    angle = torch.cat([angle, angle], -1)
+    angle = (positions[..., None].float() * model.inv_freq).repeat(1, 1, 2)
     return (angle.cos() * model.rope_scale).to(dtype), (angle.sin() * model.rope_scale).to(dtype)
 
 def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -625,16 +607,11 @@ def swiglu(model: Model, l: int, x: Tensor) -> Tensor:
     w, p = model.weights, f"model.layers.{l}.mlp."
     return linear(w, p + "down_proj", F.silu(linear(w, p + "gate_proj", x)) * linear(w, p + "up_proj", x))
 
-def by_tokens(f: Callable, x: Tensor, size: int = 4096) -> Tensor:
-    """Map f over x (b, t, D) a few thousand tokens at a time, so that wide intermediates stay small."""
-    return f(x) if x.shape[1] <= size else torch.cat([f(part) for part in x.split(size, 1)], 1)
-
 @torch.no_grad()
 def forward(model: Model, ids: Tensor, attend: Callable, positions: Tensor | None = None) -> Tensor:
     """Run the decoder on ids (b, t) and return the normalized hidden states (b, t, D).
 
-    `attend(l, q, k, v) -> o` is the seam of this file: a window cache, calibration and each evaluation go
-    there.
+    `attend(l, q, k, v) -> o` is where a window cache, calibration and each evaluation come in.
     """
     w, c = model.weights, model.config
     if positions is None:
@@ -645,7 +622,8 @@ def forward(model: Model, ids: Tensor, attend: Callable, positions: Tensor | Non
         norm = lambda y, name: rms_norm(y, w[f"model.layers.{l}.{name}_layernorm.weight"], c.rms_norm_eps)
         q, k, v = project(model, l, norm(x, "input"), cos, sin)
         x = x + project_out(model, l, attend(l, q, k, v))
-        x = x + by_tokens(lambda y: swiglu(model, l, norm(y, "post_attention")), x)
+        parts = x.split(4096, 1)                     # some tokens at a time: the MLP is several times wider
+        x = x + torch.cat([swiglu(model, l, norm(part, "post_attention")) for part in parts], 1)
     return rms_norm(x, w["model.norm.weight"], c.rms_norm_eps)
 
 def logits(model: Model, hidden: Tensor) -> Tensor:
@@ -653,20 +631,15 @@ def logits(model: Model, hidden: Tensor) -> Tensor:
     tied = model.config.tie_word_embeddings
     return F.linear(hidden, model.weights["model.embed_tokens.weight" if tied else "lm_head.weight"])
 
-def output_blocks(model: Model, l: int) -> Tensor:
-    """View the output projection as the blocks W_O(r) that read each query head: (g, r, d, D)."""
-    c, W = model.config, model.weights[f"model.layers.{l}.self_attn.o_proj.weight"]
-    return W.T.unflatten(0, (c.num_key_value_heads, -1, c.head_dim))
-
 def fold_in(T: Tensor, W: Tensor) -> Tensor:
-    """Fold T (g, n, m, m) into rows, one head's after the other's: W_V or its bias, T W."""
-    columns = W.double().reshape(1, len(T), T.shape[1] * T.shape[2], -1).mT    # (1, g, D or 1, d)
-    return apply(T.double(), columns).mT.reshape(W.shape).to(W.dtype)
+    """Return T W for the value projection (g·d, D) or its bias (g·d,); T is (g, n, m, m)."""
+    rows = W.double().reshape(*T.shape[:3], -1)                              # (g, n, m, D or 1)
+    return (T.double() @ rows).reshape(W.shape).to(W.dtype)
 
 def fold_out(T: Tensor, W: Tensor) -> Tensor:
-    """Undo T in columns, one query head's after the other's: the output projection (D, h·d), W T⁻¹."""
-    rows = W.double().unflatten(1, (len(T), -1, T.shape[1] * T.shape[2])).permute(1, 2, 0, 3)  # (g, r, D, d)
-    return apply(inverse_transpose(T.double()), rows[None])[0].permute(2, 0, 1, 3).flatten(1).to(W.dtype)
+    """Return W T⁻¹, query head by query head, for the output projection (D, h·d)."""
+    blocks = W.double().unflatten(1, (len(T), -1, *T.shape[1:3]))            # (D, g, r, n, m)
+    return torch.einsum("Dgrni,gnij->Dgrnj", blocks, torch.linalg.inv(T.double())).flatten(1).to(W.dtype)
 
 FOLDS = {"v_proj.weight": fold_in, "v_proj.bias": fold_in, "o_proj.weight": fold_out}
 
@@ -798,18 +771,16 @@ def checkpoint_files(folder: Path) -> dict[str, Path]:
     if index.is_file():
         with explained(f"{index} holds no weight_map of file names"):
             return {name: folder / shard for name, shard in read_json(index)["weight_map"].items()}
-    with explained(f"{file} is missing or is not a whole safetensors file"):
-        with safe_open(file, framework="pt") as f:
-            return dict.fromkeys(f.keys(), file)
+    with explained(f"{file} is missing or is not a whole safetensors file"), safe_open(file, "pt") as f:
+        return dict.fromkeys(f.keys(), file)
 
 def read_tensors(files: dict[str, Path], names: Iterable[str], dtype=None, device="cpu") -> dict[str, Tensor]:
     """Read the named tensors straight to device and dtype. Raises ValueError for a file that is not whole."""
     from safetensors import safe_open
     tensors, names = {}, [*names]
     for file in sorted({files[name] for name in names}):
-        with explained(f"{file} is missing or lacks tensors that should be in it"):
-            with safe_open(file, framework="pt", device=str(device)) as f:
-                tensors |= {name: f.get_tensor(name).to(dtype) for name in names if files[name] == file}
+        with explained(f"cannot read {file}"), safe_open(file, framework="pt", device=str(device)) as f:
+            tensors |= {name: f.get_tensor(name).to(dtype) for name in names if files[name] == file}
     return tensors
 
 def load_model(folder: Path, config, dtype=torch.float32, device="cpu") -> Model:
@@ -817,6 +788,8 @@ def load_model(folder: Path, config, dtype=torch.float32, device="cpu") -> Model
     files, shapes = checkpoint_files(folder), weight_shapes(config)
     missing = sorted(shapes.keys() - files.keys())
     refuse_if(missing, f"the checkpoint lacks {len(missing)} tensors, {missing[:1]} among them")
+    extra = [name for name in files.keys() - shapes.keys() if "_proj." in name or "_norm." in name]
+    refuse_if(extra, f"the checkpoint holds {min(extra, default='')}, of which config.json knows nothing")
     weights = read_tensors(files, shapes, dtype, device)
     for name, shape in shapes.items():
         found = tuple(weights[name].shape)
@@ -857,7 +830,7 @@ def attention_sensitivity(q: Tensor, k: Tensor, v: Tensor, A: Tensor) -> tuple[T
     """
     # Differs from the paper: its appendix C was not at hand, this derivation of its WUSH-A is ours.
     (t, d), A = q.shape[-2:], A.float()
-    q, k, v = q.float(), k[:, :, None].float(), v[:, :, None].float()        # `spread` cancels: no bf16 here
+    q, k, v = q.float(), k[:, :, None].float(), v[:, :, None].float()       # the terms of `spread` cancel
     squares = ((v @ A) * v).sum(-1, keepdim=True)                            # (b, g, r, s, 1)
     step, w, p_squared = max(16, 2 ** 21 // t), [], []
     for i in range(0, t, step):                                              # queries at a time: bounds p
@@ -871,11 +844,10 @@ def attention_sensitivity(q: Tensor, k: Tensor, v: Tensor, A: Tensor) -> tuple[T
     return torch.cat(w, -1).double(), torch.cat(p_squared, -1).double()
 
 def zero_moments(W_O: Tensor, attention_aware: bool = False) -> dict[str, Tensor]:
-    """Make a layer's moments, of no tokens yet, and the Grams of its output blocks W_O (g, r, d, D)."""
-    (g, r, d), W = W_O.shape[:3], W_O.double()
-    names = ("k", "q", "v", "v_oscar") + ("q_attn",) * attention_aware
-    total = {"W": W @ W.mT} | {name: W.new_zeros(g, d, d) for name in names}
-    return total | ({"p_squared": W.new_zeros(g, r)} if attention_aware else {})
+    """Make a layer's moments, of no tokens yet, and "A": W Wᵀ of each output block of W_O (g, r, d, D)."""
+    names = ("k", "q", "v", "v_oscar") + ("q_attn", "o_attn") * attention_aware
+    A = W_O.double() @ W_O.double().mT                                       # (g, r, d, d)
+    return {"A": A, "o": 2 * A.sum(1)} | {name: torch.zeros_like(A[:, 0]) for name in names}
 
 def add_moments(total: dict[str, Tensor], q: Tensor, k: Tensor, v: Tensor) -> None:
     """Add the moments of one call: q (b, g, r, t, d), k and v (b, g, t, d), of a layer."""
@@ -884,29 +856,24 @@ def add_moments(total: dict[str, Tensor], q: Tensor, k: Tensor, v: Tensor) -> No
     total["q"] += q_moment
     total["v"] += second_moment(v)
     total["v_oscar"] += second_moment(v, oscar_weight(q_moment, k))
-    if "p_squared" in total:
-        w, p_squared = attention_sensitivity(q, k, v, total["W"])
+    if "q_attn" in total:
+        w, p_squared = attention_sensitivity(q, k, v, total["A"])
         total["q_attn"] += second_moment(q, w)
-        total["p_squared"] += p_squared.sum((0, 3))                          # Σ p² of each query head
+        total["o_attn"] += 2 * (p_squared.sum((0, 3))[..., None, None] * total["A"]).sum(1)
 
 def join_moments(totals: list[dict[str, Tensor]]) -> dict[str, Tensor]:
-    """Stack the layers' moments, (l, g, d, d) each, with the Hessians that the output blocks give."""
-    moments = {name: torch.stack([total[name] for total in totals]) for name in totals[0]}
-    grams = moments.pop("W")                                                 # (l, g, r, d, d)
-    moments["o"] = 2 * grams.sum(2)
-    if "p_squared" in moments:
-        moments["o_attn"] = 2 * (moments.pop("p_squared")[..., None, None] * grams).sum(2)
-    return moments
+    """Stack the layers' moments, (l, g, d, d) each."""
+    return {name: torch.stack([total[name] for total in totals]) for name in totals[0] if name != "A"}
 
 def collect_moments(model: Model, sequences: list[Tensor], attention_aware: bool = False) -> dict:
     """Sum the second moments of every layer over token sequences (t,): by name, (l, g, d, d) each, float64.
 
-    k: Σ k kᵀ; q: 2 Σ_r Σ_t q qᵀ, both after QK-norm and RoPE; v: Σ v vᵀ; o: 2 Σ_r W_O(r) W_O(r)ᵀ. v_oscar: Σ
-    w v vᵀ, its weights from the sequence's own query moment, so that one pass does. With `attention_aware`
-    also WUSH-A's q_attn and o_attn. Sequences run one at a time, so no padding enters.
+    k: Σ k kᵀ; q: 2 Σ_r Σ_t q qᵀ, both after QK-norm and RoPE; v: Σ v vᵀ; o: 2 Σ_r W_O(r) W_O(r)ᵀ; v_oscar: Σ
+    w v vᵀ (`oscar_weight`); with `attention_aware` also q_attn and o_attn (`attention_sensitivity`).
     """
-    layers = range(model.config.num_hidden_layers)
-    totals = [zero_moments(output_blocks(model, l), attention_aware) for l in layers]
+    c, heads = model.config, (model.config.num_key_value_heads, -1, model.config.head_dim)
+    W_O = [model.weights[f"model.layers.{l}.self_attn.o_proj.weight"] for l in range(c.num_hidden_layers)]
+    totals = [zero_moments(W.T.unflatten(0, heads), attention_aware) for W in W_O]       # blocks (g, r, d, D)
 
     def observe(l, q, k, v):
         add_moments(totals[l], q, k, v)
@@ -956,11 +923,11 @@ def load_transforms(path: str, config=None, device="cpu") -> dict[str, Tensor]:
         T = torch.load(path, weights_only=True, map_location=device)
         keys = "k", "v", *T.keys() & {"k_feedback", "v_feedback"}
         T = {key: T[key].to_dense() for key in keys}
-    size = lambda t: (*t.shape[:2], t.shape[2] * t.shape[3]) if t.dim() == 5 else (0, 0, 0)    # l, g, d
-    want = size(T["k"]) if config is None else (
-        config.num_hidden_layers, config.num_key_value_heads, head_dim(config))
+    want = config and (config.num_hidden_layers, config.num_key_value_heads, head_dim(config))
     for key, t in T.items():
-        refuse_if(size(t) != want or 0 in want or t.shape[-2] != t.shape[-1],
+        l, g, n, m, columns = t.shape if t.dim() == 5 else (0,) * 5
+        want = want or (l, g, n * m)                             # without a config: what the keys' T says
+        refuse_if((l, g, n * m) != want or 0 in want or m != columns,
                   f"{path} holds transforms of shape {tuple(t.shape)}, not of the model's {want[0]} layers, "
                   f"{want[1]} KV heads and head_dim {want[2]}")
         refuse_if(t.shape != T[key[0]].shape, f"{path} holds a {key} of other blocks than {key[0]}")
@@ -977,7 +944,7 @@ def load_transforms(path: str, config=None, device="cpu") -> dict[str, Tensor]:
 
 def mean_and_error(x: Tensor) -> tuple[float, float]:
     """Return the mean over sequences and its standard error (nan for a single sequence)."""
-    return x.mean().item(), x.std().item() / math.sqrt(len(x)) if len(x) > 1 else math.nan
+    return x.mean().item(), (x.std().item() / math.sqrt(len(x)) if len(x) > 1 else math.nan)
 
 def quantized_view(t: int, sink: int, keep: int, flush: int, chunk: int, device="cpu") -> Tensor:
     """Say which keys a query finds quantized, (t, t), if tokens come in calls of `chunk` each."""
@@ -989,8 +956,8 @@ def quantized_view(t: int, sink: int, keep: int, flush: int, chunk: int, device=
 def view_attention(q: Tensor, k: Tensor, v: Tensor, k_hat: Tensor, v_hat: Tensor, view: Tensor) -> Tensor:
     """Attend causally, to k_hat and v_hat where `view` (t, t) says so, else to k and v, with one softmax.
 
-    For some queries at a time, what any of them sees of either version stands side by side and a mask picks:
-    equal to feeding the cache chunk by chunk.
+    Equal to feeding a cache call by call. For 256 queries at a time the exact and the quantized tokens that
+    any of them sees are concatenated, and a mask says which of these each query sees.
     """
     causal, o = torch.ones_like(view).tril(), []
     for rows in torch.arange(len(view), device=view.device).split(256):
@@ -1010,19 +977,17 @@ def module_error(model: Model, sequences: list[Tensor], schemes: dict[str, Schem
     over sequences.
     """
     ratios = {name: torch.zeros(len(sequences), model.config.num_hidden_layers) for name in schemes}
-
-    def compare(i, l, q, k, v):
-        o = causal_attention(q, k, v)
-        exact = project_out(model, l, o).double()
-        for name, scheme in schemes.items():
-            hats = [torch.cat([x[:, :, :sink], roundtrip(x, *scheme.of(side, l))[:, :, sink:]], 2)
-                    for side, x in (("k", k), ("v", v))]
-            error = project_out(model, l, causal_attention(q, *hats)).double() - exact
-            ratios[name][i, l] = error.square().sum() / exact.square().sum()
-        return o
-
     for i, ids in enumerate(tqdm(sequences, desc="module error", unit="seq", disable=None)):
-        forward(model, ids[None].to(model.inv_freq.device), lambda *layer: compare(i, *layer))
+        def compare(l, q, k, v):
+            o = causal_attention(q, k, v)
+            exact = project_out(model, l, o).double()
+            for name, scheme in schemes.items():
+                hats = [torch.cat([x[:, :, :sink], roundtrip(x, *scheme.of(side, l))[:, :, sink:]], 2)
+                        for side, x in (("k", k), ("v", v))]
+                error = project_out(model, l, causal_attention(q, *hats)).double() - exact
+                ratios[name][i, l] = error.square().sum() / exact.square().sum()
+            return o
+        forward(model, ids[None].to(model.inv_freq.device), compare)
     return {name: mean_and_error(ratio.log().mean(1).exp()) for name, ratio in ratios.items()}
 
 def divergence(model: Model, hidden: dict[str, Tensor], ids: Tensor) -> dict[str, Tensor]:
@@ -1070,14 +1035,15 @@ def perplexity(model: Model, sequences: list[Tensor], schemes: dict[str, Scheme]
 
 def new_cache(model: Model, batch: int = 1, scheme: Scheme | None = None, sink: int = 16,
               keep: int | None = 128, flush: int = 16) -> list[WindowCache]:
-    """Make the caches of all layers: of a scheme, for the model with its values folded, or ordinary ones."""
+    """Make the caches of all layers: unquantized, or of a scheme, for the model with its T_V folded."""
     c, like = model.config, model.weights["model.embed_tokens.weight"]
-    scheme, keep = (Scheme(Codec(16), Codec(16), {}), None) if scheme is None else (scheme, keep)
+    if scheme is None:
+        scheme, keep = Scheme(Codec(16), Codec(16), {}), None
     return [WindowCache(batch, c.num_key_value_heads, c.head_dim, scheme.of("k", l), scheme.of("v", l), sink,
                         keep, flush, like.dtype, like.device) for l in range(c.num_hidden_layers)]
 
 def feed(model: Model, cache: list[WindowCache], ids: Tensor, pad: list[int] | None = None) -> Tensor:
-    """Run ids (b, t), the rows' next tokens after `pad` columns of padding, through the cache."""
+    """Run ids (b, t), the rows' next tokens after `pad` columns of padding, through the cache: (b, t, D)."""
     first = torch.tensor([n - p for n, p in zip(cache[0].n, pad or [0] * len(ids))], device=ids.device)
     positions = (first[:, None] + torch.arange(ids.shape[1], device=ids.device)).clamp(min=0)
     return forward(model, ids, lambda l, q, k, v: cache[l].attend(q, k, v, pad), positions)
@@ -1137,11 +1103,12 @@ def prompt_tokens(tokenizer, prompt: str, raw: bool = False, thinking: bool = Fa
 
 def end_tokens(folder: Path) -> list[int]:
     """Return all end-of-sequence ids, one or a list: generation_config.json's, else config.json's."""
-    files = [path for name in ("generation_config.json", "config.json") if (path := folder / name).is_file()]
-    found = [eos for path in files if (eos := read_json(path).get("eos_token_id")) is not None]
-    eos = found[0] if found and isinstance(found[0], list) else found[:1]
-    refuse_if(not all(isinstance(token, int) for token in eos), f"{folder} has an eos_token_id of {eos}")
-    return eos
+    for path in folder / "generation_config.json", folder / "config.json":
+        if path.is_file() and (eos := read_json(path).get("eos_token_id")) is not None:
+            eos = eos if isinstance(eos, list) else [eos]
+            refuse_if(not all(isinstance(token, int) for token in eos), f"{path}: eos_token_id is {eos}")
+            return eos
+    return []
 
 def decode_speed(model: Model, cache: list[WindowCache], context: Tensor, steps: int = 32) -> float:
     """Return tokens/s of one-token steps after `context` (t,), warm-up and compilation left out."""
@@ -1427,7 +1394,7 @@ class WushLayer:
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         if self.window is not None:
-            self.window.repeat(repeats)
+            self.window.select(torch.arange(len(self.window.n)).repeat_interleave(repeats))
 
 class WushMethods:      # WushCache without its base class, which is imported on first use
     """A transformers Cache in few bits: WushCache(model.config, transforms, bits=2).
