@@ -2981,6 +2981,25 @@ def test_measure_speed_through_transformers(real):
     print(f"\nsteps after 4000 tokens, quanto / wush: {step['quanto'] / step['wush']:.2f}")
     assert step["wush"] < step["quanto"]
 
+def test_measure_signs(real, monkeypatch):
+    """Eigenvectors' signs are LAPACK's choice: T's loss does not see them, rounding does, refined less."""
+    (model, _, encode, text), eigh, rows = real, torch.linalg.eigh, {}
+    calib = encode(Path(os.environ["CALIB"]).read_text(encoding="utf-8"))
+    moments = W.collect_moments(model, calib.split(2048)[:CALIB_SEQS])
+    for seed in range(5):
+        def flipped(A):
+            signs = 2 * integers(seed, 2, *A.shape[:-2], 1, A.shape[-1]) - 1
+            return (answer := eigh(A)).eigenvalues, answer.eigenvectors * signs
+        monkeypatch.setattr(torch.linalg, "eigh", flipped)
+        schemes = {}
+        for name, parts in ("wush", []), ("refined", [*W.REFINEMENTS]):
+            tensors = W.derive(moments, "wush", refine=parts)
+            schemes[name] = W.Scheme(*W.codecs(W.Options(bits=2), parts), tensors)
+        scores = W.perplexity(model, text.split(2048)[:SEQS], schemes)
+        rows[f"signs {seed}"] = scores["wush"]["kl"], scores["refined"]["kl"]
+    print_table(f"{SEQS} sequences of 2048 tokens: KL, nats", ["wush", "refined"], rows)
+    assert max(refined for _, (refined, _) in rows.values()) < min(wush for (wush, _), _ in rows.values())
+
 def test_measure_picture():
     """Draw assets/bits.png, with TITLE, from FIGURES: what `--task ppl --json FILE` wrote at 2, 3, 4 bits."""
     import matplotlib.pyplot as plt

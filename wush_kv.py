@@ -317,6 +317,7 @@ def hot_path():
     return kernels
 
 def on_gpu(x: Tensor) -> bool:
+    """Say whether kernels serve x; tests put a yes in its place, and run them in Triton's interpreter."""
     return x.is_cuda
 
 def causal_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
@@ -390,7 +391,7 @@ class PackedTensor:
             return q @ self.read(count, rows).float().mT
         return hot_path().packed_scores(q, self.codes[rows], self.pair[rows], self.codec.bits, count)
 
-    def mix(self, p: Tensor, count: int, rows: slice) -> Tensor:
+    def weighted_sum(self, p: Tensor, count: int, rows: slice) -> Tensor:
         """Return Σ_s p_s x̂_s over the first `count` tokens: p (b, g, r, count) -> (b, g, r, d)."""
         if not self.one_pair:
             return p @ self.read(count, rows).float()
@@ -520,7 +521,7 @@ class WindowCache:
             packed = self.k.scores(q_packed[rows], n_packed, rows)
             scores = torch.cat([q[rows] @ k_sink.mT, packed, q[rows] @ k_recent.mT], -1)
             p_sink, p, p_recent = (scores * q.shape[-1] ** -0.5).softmax(-1).split(size, -1)
-            outputs.append(p_sink @ v_sink + self.v.mix(p, n_packed, rows) + p_recent @ v_recent)
+            outputs.append(p_sink @ v_sink + self.v.weighted_sum(p, n_packed, rows) + p_recent @ v_recent)
         return torch.cat(outputs)[..., None, :].to(self.recent[0].dtype)
 
     def attend_by_kernel(self, q: Tensor) -> Tensor:
@@ -1110,21 +1111,22 @@ def end_tokens(folder: Path) -> list[int]:
             return eos
     return []
 
-def decode_speed(model: Model, cache: list[WindowCache], context: Tensor, steps: int = 32) -> float:
-    """Return tokens/s of one-token steps after `context` (t,), warm-up and compilation left out."""
+WARM_UP, STEPS = 20, 32      # the first pass a flush, since what is compiled may be compiled anew after one
+
+def decode_speed(model: Model, cache: list[WindowCache], context: Tensor) -> float:
+    """Return tokens/s of STEPS one-token steps after `context` (t,), warm-up and compilation left out."""
     feed(model, cache, context[None])
-    start = 0.0
-    for step in range(-20, steps):       # past a flush, since what is compiled may be compiled anew after one
-        if step == 0:
+    for step in range(WARM_UP + STEPS):
+        if step == WARM_UP:
             start = time.perf_counter()
         scores = logits(model, feed(model, cache, context[None, :1])[:, -1])
         scores.argmax(-1).item()                                 # waits for an asynchronous device
-    return steps / (time.perf_counter() - start)
+    return STEPS / (time.perf_counter() - start)
 
-def cache_bytes(config, tokens: int, dtype=torch.bfloat16, **how) -> float:
-    """Measure the bytes per token that all layers' caches hold after `tokens` tokens, windows and all."""
-    cache = WindowCache(1, config.num_key_value_heads, config.head_dim, dtype=dtype, **how)
-    x = torch.zeros(1, config.num_key_value_heads, tokens, config.head_dim, dtype=dtype)
+def cache_bytes(config, tokens: int, **how) -> float:
+    """Measure the bytes per token that all bfloat16 caches hold after `tokens` tokens, windows and all."""
+    cache = WindowCache(1, config.num_key_value_heads, config.head_dim, dtype=torch.bfloat16, **how)
+    x = torch.zeros(1, config.num_key_value_heads, tokens, config.head_dim, dtype=torch.bfloat16)
     cache.append(x, x, [0])
     cache.flush()
     return cache.nbytes * config.num_hidden_layers / tokens
@@ -1746,7 +1748,7 @@ def report_task(job: Job) -> dict:
     figures, error, ppl = memory_task(job), error_task(job, sink=0), ppl_task(job)      # 0: the paper's
     figures |= error | ppl | {"standard_error": error["standard_error"] | ppl["standard_error"]}
     figures |= {"tokens_per_second": {}, "text": {}}
-    context = job.texts[0][:max(c.max_position_embeddings - 52, 1)]          # decode_speed's 52 steps follow
+    context = job.texts[0][:max(c.max_position_embeddings - WARM_UP - STEPS, 1)]
     context = context.to(job.model.inv_freq.device)
     for name in dict.fromkeys(("none", job.served)):
         model, empty_cache = serve(job, name)
