@@ -9,6 +9,7 @@ import ast
 import copy
 import functools
 import gc
+import inspect
 import json
 import math
 import os
@@ -2778,6 +2779,16 @@ def test_the_readmes_report_is_what_the_command_prints():
     for name, value, _, error in lines:
         printed = re.search(rf"^ +{name} +(0\.\d+) ± (0\.\d+)$", readme, re.M)
         assert [float(x) for x in printed.groups()] == pytest.approx([float(value), float(error)], abs=2e-4)
+
+def test_tutorial_shows_functions_as_they_are():
+    """Its outputs are committed: a source that it printed must not be another one by now."""
+    cells, seen = json.loads((HERE / "tutorial.ipynb").read_text())["cells"], 0
+    for cell in cells:
+        for name in re.findall(r"^show\((\w+(?:\.\w+)+)\)$", "".join(cell["source"]), re.M):
+            printed = "".join("".join(out.get("text", "")) for out in cell["outputs"])
+            assert inspect.getsource(eval(name, {"W": W, "kernels": kernels})) in printed
+            seen += 1
+    assert seen >= 6
 
 # ---- measurements on a real model (MODEL=folder CALIB=file EVAL=file pytest -s -k measure)
 # SEQS, 4 or more, scales them. transformers' cache: pip install --no-deps optimum-quanto ninja hqq termcolor
