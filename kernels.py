@@ -322,7 +322,7 @@ def unpack_ptx(width, word):
     return ptx, "=r," * len(outputs) + "r"
 
 class Variant(NamedTuple):
-    """What a decode kernel is compiled for."""
+    """What a decode kernel is compiled for. In Triton 3.7 its fields are plain ints: for tl.full, not tl.zeros."""
     D: int
     K_BITS: int
     V_BITS: int
@@ -394,7 +394,7 @@ def _packed_tile(state, queries, packed, start, end, MASKED: tl.constexpr, HOW: 
     some, fill = (live, 0) if MASKED else (None, None)
     k_scale, k_offset = _split_pair(tl.load(k_pair + at + token, mask=some, other=fill))
     v_scale, v_offset = _split_pair(tl.load(v_pair + at + token, mask=some, other=fill))
-    score = tl.zeros([HOW.TILE, HOW.ROWS], tl.float32)
+    score = tl.full([HOW.TILE, HOW.ROWS], 0, tl.float32)
     k, v = k + at * (HOW.D * HOW.K_BITS // 8), v + at * (HOW.D * HOW.V_BITS // 8)
     for i in tl.static_range(len(query)):
         codes = _codes(k, token, live, 1, HOW.K_BITS, HOW.K_SLICES[i], MASKED, HOW)
@@ -449,8 +449,8 @@ def _packed_part(q_ptr, acc_ptr, here, packed, strides, b, g, part, PARTS, HOW: 
     middle = start + (end - start) // HOW.TILE * HOW.TILE
     queries, acc = _scaled_queries(q_ptr, here, HOW), ()
     for i in tl.static_range(len(HOW.V_SLICES)):
-        acc = acc + (tl.zeros([max(HOW.V_SLICES[i].words, 16), HOW.ROWS], tl.float32),)
-    zero = tl.zeros([HOW.ROWS], tl.float32)
+        acc = acc + (tl.full([max(HOW.V_SLICES[i].words, 16), HOW.ROWS], 0, tl.float32),)
+    zero = tl.full([HOW.ROWS], 0, tl.float32)
     state = (zero - 1e30, zero, zero, 1e-30, acc)       # peaks, totals, sums of offsets, largest scale, sums
 
     for at in range(start, middle, HOW.TILE):

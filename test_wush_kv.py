@@ -1905,6 +1905,16 @@ def test_a_failing_kernel_gives_one_warning_and_the_references_result(monkeypatc
 
 # ---- compiled ahead of time
 
+@pytest.mark.skipif(kernels.triton is None, reason="needs Triton")
+def test_the_installed_triton_compiles_both_kernels():
+    """Else the references take over, slower, where there is a GPU. Slow tests below look at every variant."""
+    in_python("""
+import kernels
+for compiled in kernels.compile_decode(90, 64, (2, 2), True), kernels.compile_encode(90, 64, 2, "quest"):
+    assert compiled.asm["cubin"]
+""")
+
+
 @slow
 @pytest.mark.parametrize("fast", (True, False))
 @pytest.mark.parametrize("cc", kernels.TARGETS)
