@@ -243,6 +243,8 @@ def _encode_kernel(x_ptr, t_ptr, push_ptr, codes_ptr, pair_ptr, stride, n, G, RA
     else:
         _pack(codes_ptr, codes, live, BITS, 0)
 
+REGISTERS = 160         # a thread: three programs a multiprocessor. Left alone, ptxas uses fewer and spills
+
 @fused(encode_ref)
 def encode(x, T, bits, rule, clip, push=None):
     """Launch `_encode_kernel`. Moves d·(size of x + bits/8) + 4 bytes a row, T and `push` per 16 tokens."""
@@ -253,7 +255,7 @@ def encode(x, T, bits, rule, clip, push=None):
         _encode_kernel[triton.cdiv(n, 16), b * g](
             x, x if T is None else T.contiguous(), x if push is None else push.contiguous(), codes, pair,
             x.stride(), n, g, rank(clip, d), 0 if rule == "affine" else clip * GAUSSIAN_CLIP[bits],
-            rule == "centred", d, bits, T is not None, push is not None, 16, 16)
+            rule == "centred", d, bits, T is not None, push is not None, 16, 16, maxnreg=REGISTERS)
     return codes, pair
 
 
@@ -322,7 +324,7 @@ def unpack_ptx(width, word):
     return ptx, "=r," * len(outputs) + "r"
 
 class Variant(NamedTuple):
-    """What a decode kernel is compiled for. In Triton 3.7 its fields are plain ints: for tl.full, not tl.zeros."""
+    """What a decode kernel is compiled for. Its numbers reach tl.zeros in Triton 3.9, tl.full also in 3.7."""
     D: int
     K_BITS: int
     V_BITS: int
@@ -688,7 +690,7 @@ def compile_encode(cc: int, d: int, bits: int, rule: str, feedback: bool = False
     kinds = "*bf16", "*fp32", "*fp32", "*u8", "*i32", ("i32",) * 4, "i32", "i32"
     alpha = 0 if rule == "affine" else GAUSSIAN_CLIP[bits]
     constants = d - 5, alpha, rule == "centred", d, bits, True, feedback, 16, 16
-    return compile_for(cc, _encode_kernel, kinds, constants)
+    return compile_for(cc, _encode_kernel, kinds, constants, maxnreg=REGISTERS)
 
 def cost(compiled) -> tuple[int, int, int, int]:
     """Registers and spilled bytes a thread, bytes of shared memory, instructions of the longest loop."""
