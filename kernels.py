@@ -243,6 +243,8 @@ def _encode_kernel(x_ptr, t_ptr, push_ptr, codes_ptr, pair_ptr, stride, n, G, RA
     else:
         _pack(codes_ptr, codes, live, BITS, 0)
 
+REGISTERS = 160         # a thread: three programs a multiprocessor. Left alone, ptxas uses fewer and spills
+
 @fused(encode_ref)
 def encode(x, T, bits, rule, clip, push=None):
     """Launch `_encode_kernel`. Moves d·(size of x + bits/8) + 4 bytes a row, T and `push` per 16 tokens."""
@@ -253,7 +255,7 @@ def encode(x, T, bits, rule, clip, push=None):
         _encode_kernel[triton.cdiv(n, 16), b * g](
             x, x if T is None else T.contiguous(), x if push is None else push.contiguous(), codes, pair,
             x.stride(), n, g, rank(clip, d), 0 if rule == "affine" else clip * GAUSSIAN_CLIP[bits],
-            rule == "centred", d, bits, T is not None, push is not None, 16, 16)
+            rule == "centred", d, bits, T is not None, push is not None, 16, 16, maxnreg=REGISTERS)
     return codes, pair
 
 
@@ -322,7 +324,7 @@ def unpack_ptx(width, word):
     return ptx, "=r," * len(outputs) + "r"
 
 class Variant(NamedTuple):
-    """What a decode kernel is compiled for."""
+    """What a decode kernel is compiled for. Its numbers reach tl.zeros in Triton 3.9, tl.full also in 3.7."""
     D: int
     K_BITS: int
     V_BITS: int
@@ -394,7 +396,7 @@ def _packed_tile(state, queries, packed, start, end, MASKED: tl.constexpr, HOW: 
     some, fill = (live, 0) if MASKED else (None, None)
     k_scale, k_offset = _split_pair(tl.load(k_pair + at + token, mask=some, other=fill))
     v_scale, v_offset = _split_pair(tl.load(v_pair + at + token, mask=some, other=fill))
-    score = tl.zeros([HOW.TILE, HOW.ROWS], tl.float32)
+    score = tl.full([HOW.TILE, HOW.ROWS], 0, tl.float32)
     k, v = k + at * (HOW.D * HOW.K_BITS // 8), v + at * (HOW.D * HOW.V_BITS // 8)
     for i in tl.static_range(len(query)):
         codes = _codes(k, token, live, 1, HOW.K_BITS, HOW.K_SLICES[i], MASKED, HOW)
@@ -449,8 +451,8 @@ def _packed_part(q_ptr, acc_ptr, here, packed, strides, b, g, part, PARTS, HOW: 
     middle = start + (end - start) // HOW.TILE * HOW.TILE
     queries, acc = _scaled_queries(q_ptr, here, HOW), ()
     for i in tl.static_range(len(HOW.V_SLICES)):
-        acc = acc + (tl.zeros([max(HOW.V_SLICES[i].words, 16), HOW.ROWS], tl.float32),)
-    zero = tl.zeros([HOW.ROWS], tl.float32)
+        acc = acc + (tl.full([max(HOW.V_SLICES[i].words, 16), HOW.ROWS], 0, tl.float32),)
+    zero = tl.full([HOW.ROWS], 0, tl.float32)
     state = (zero - 1e30, zero, zero, 1e-30, acc)       # peaks, totals, sums of offsets, largest scale, sums
 
     for at in range(start, middle, HOW.TILE):
@@ -688,7 +690,7 @@ def compile_encode(cc: int, d: int, bits: int, rule: str, feedback: bool = False
     kinds = "*bf16", "*fp32", "*fp32", "*u8", "*i32", ("i32",) * 4, "i32", "i32"
     alpha = 0 if rule == "affine" else GAUSSIAN_CLIP[bits]
     constants = d - 5, alpha, rule == "centred", d, bits, True, feedback, 16, 16
-    return compile_for(cc, _encode_kernel, kinds, constants)
+    return compile_for(cc, _encode_kernel, kinds, constants, maxnreg=REGISTERS)
 
 def cost(compiled) -> tuple[int, int, int, int]:
     """Registers and spilled bytes a thread, bytes of shared memory, instructions of the longest loop."""
