@@ -256,7 +256,7 @@ def push_errors(steps: Tensor, bits: int, push: Tensor) -> Tensor:
     y = steps.movedim(2, -1).clone(memory_format=torch.contiguous_format)      # (b, g, n, m, s), a copy
     for i in range(y.shape[-2] - 1):
         error = y[..., i, :] - y[..., i, :].round().clamp(0, 2 ** bits - 1)
-        y[..., i + 1:, :] -= push[..., i, i + 1:, None] * error[..., None, :]
+        y[..., i + 1:, :].addcmul_(push[..., i, i + 1:, None], error[..., None, :], value=-1)
     return y.movedim(-1, 2)
 
 def quantize(x: Tensor, codec: Codec, push: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
