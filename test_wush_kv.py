@@ -2807,18 +2807,29 @@ def test_tutorial_shows_functions_as_they_are():
 SEQS, CALIB_SEQS = (int(os.environ.get(name, default)) for name, default in (("SEQS", 4), ("CALIB_SEQS", 12)))
 mean = W.mean_and_error
 
-@pytest.fixture(scope="session")
-def real():
-    """The model, its 2-bit schemes by CALIB, what encodes text, and EVAL's tokens; all in float32."""
-    model = load(folder := Path(os.environ.get("MODEL") or pytest.skip("measures a real model: set MODEL")))
-    tokenizer, schemes = W.read_tokenizer(folder, model.config), {}
-    encode = lambda text: torch.tensor(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
-    calib, text = (encode(Path(os.environ[name]).read_text(encoding="utf-8")) for name in ("CALIB", "EVAL"))
-    moments = W.collect_moments(model, calib.split(2048)[:CALIB_SEQS])
-    for name, parts in ("hadamard", []), ("wush", []), ("refined", [*W.REFINEMENTS]):
+def two_bit_schemes(moments, *names):
+    """Make a scheme for each transform; a name that is none is wush with all refinements."""
+    schemes = {}
+    for name in names:
+        parts = [] if name in W.TRANSFORMS else [*W.REFINEMENTS]
         tensors = W.derive(moments, "wush" if parts else name, refine=parts)
         schemes[name] = W.Scheme(*W.codecs(W.Options(bits=2), parts), tensors)
-    return model, schemes, encode, text
+    return schemes
+
+@pytest.fixture(scope="session")
+def calibrated():
+    """The model, its moments by CALIB, what encodes text, and EVAL's tokens; all in float32."""
+    model = load(folder := Path(os.environ.get("MODEL") or pytest.skip("measures a real model: set MODEL")))
+    tokenizer = W.read_tokenizer(folder, model.config)
+    encode = lambda text: torch.tensor(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+    calib, text = (encode(Path(os.environ[name]).read_text(encoding="utf-8")) for name in ("CALIB", "EVAL"))
+    return model, W.collect_moments(model, calib.split(2048)[:CALIB_SEQS]), encode, text
+
+@pytest.fixture(scope="session")
+def real(calibrated):
+    """As `calibrated`, with 2-bit schemes in place of the moments."""
+    model, moments, encode, text = calibrated
+    return model, two_bit_schemes(moments, "hadamard", "wush", "refined"), encode, text
 
 def clearly_less(a, b):      # on the same texts, by more than two standard errors of the difference
     return mean(b - a)[0] > 2 * mean(b - a)[1]
@@ -3004,20 +3015,15 @@ def test_measure_speed_through_transformers(real):
     print(f"\nsteps after 4000 tokens, quanto / wush: {step['quanto'] / step['wush']:.2f}")
     assert step["wush"] < step["quanto"]
 
-def test_measure_signs(real, monkeypatch):
+def test_measure_signs(calibrated, monkeypatch):
     """Eigenvectors' signs are LAPACK's choice: T's loss does not see them, rounding does, refined less."""
-    (model, _, encode, text), eigh, rows = real, torch.linalg.eigh, {}
-    calib = encode(Path(os.environ["CALIB"]).read_text(encoding="utf-8"))
-    moments = W.collect_moments(model, calib.split(2048)[:CALIB_SEQS])
+    (model, moments, _, text), eigh, rows = calibrated, torch.linalg.eigh, {}
     for seed in range(5):
         def flipped(A):
             signs = 2 * integers(seed, 2, *A.shape[:-2], 1, A.shape[-1]) - 1
             return (answer := eigh(A)).eigenvalues, answer.eigenvectors * signs
         monkeypatch.setattr(torch.linalg, "eigh", flipped)
-        schemes = {}
-        for name, parts in ("wush", []), ("refined", [*W.REFINEMENTS]):
-            tensors = W.derive(moments, "wush", refine=parts)
-            schemes[name] = W.Scheme(*W.codecs(W.Options(bits=2), parts), tensors)
+        schemes = two_bit_schemes(moments, "wush", "refined")
         scores = W.perplexity(model, text.split(2048)[:SEQS], schemes)
         rows[f"signs {seed}"] = scores["wush"]["kl"], scores["refined"]["kl"]
     print_table(f"{SEQS} sequences of 2048 tokens: KL, nats", ["wush", "refined"], rows)

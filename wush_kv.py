@@ -38,7 +38,7 @@ import sys
 import time
 import warnings
 from contextlib import contextmanager
-from functools import cache, lru_cache, partial
+from functools import cache, cached_property, lru_cache, partial
 from pathlib import Path
 from typing import Callable, Iterable, NamedTuple, get_args
 
@@ -679,6 +679,9 @@ def explained(sentence: str):
         reason = str(e).strip().splitlines() or [type(e).__name__]
         raise ValueError(f"{sentence} ({reason[-1].strip()})") from e
 
+def check_head_dim(d: int | None) -> None:
+    refuse_if(d not in HEAD_DIMS, f"head_dim {d} is not supported, only {HEAD_DIMS}")
+
 def head_dim(config) -> int:
     """Return the head dim of a config; some of transformers' leave it out."""
     return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
@@ -741,8 +744,8 @@ def read_config(folder: Path, yarn: float | None = None):
         refuse_if(rope["rope_type"] not in ROPE_TYPES or rope.get("partial_rotary_factor", 1) != 1,
                   f"its RoPE is {rope['rope_type']!r}, supported are {', '.join(ROPE_TYPES)} on whole heads")
         rope_frequencies(config)
-        d, heads, kv_heads = config.head_dim, config.num_attention_heads, config.num_key_value_heads
-        refuse_if(d not in HEAD_DIMS, f"head_dim {d} is not supported, only {HEAD_DIMS}")
+        check_head_dim(config.head_dim)
+        heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
         refuse_if(kv_heads < 1 or heads % kv_heads,
                   f"num_key_value_heads {kv_heads} does not divide num_attention_heads {heads}")
         refuse_if(config.num_hidden_layers < 1, "the model has no layer: num_hidden_layers is 0")
@@ -1144,7 +1147,7 @@ def decoder_config(config):
     odd = {*(getattr(c, "layer_types", None) or [])} - {"full_attention"}
     odd = odd or {type(x).__name__ for x in DynamicCache(config=c).layers} - {DynamicLayer.__name__}
     refuse_if(odd, f"only layers of full attention are supported, not {', '.join(sorted(odd))}")
-    refuse_if(head_dim(c) not in HEAD_DIMS, f"head_dim {head_dim(c)} is not supported, only {HEAD_DIMS}")
+    check_head_dim(head_dim(c))
     return c
 
 def attention_modules(model, *parts: str) -> list:
@@ -1225,7 +1228,7 @@ def folded_values(model, T_V: Tensor):
     try:
         for p, name, T in folds:
             p.data = FOLDS[name](T.to(p.device), p.data)
-        config.wush_folded = digest(T_V)
+        config.wush_folded = [digest(T) for T in T_V]
         yield model
     finally:
         for (p, *_), data in zip(folds, before):
@@ -1287,10 +1290,13 @@ class WushLayer:
     is_compileable = is_sliding = False
     is_croppable = supports_early_init = True
 
-    def __init__(self, config, l: int, scheme: Scheme, T_V_digest: str, windows: tuple):
+    def __init__(self, config, l: int, scheme: Scheme, windows: tuple):
         self.config, self.l, self.scheme, self.windows = config, l, scheme, windows
-        self.T_V_digest = T_V_digest
         self.reset()
+
+    @cached_property
+    def T_V_digest(self) -> str:
+        return digest(self.scheme.tensors["v"][self.l])
 
     def __deepcopy__(self, memo: dict):
         """Copy the tokens, share the rest: the transforms, and the model's config, which may yet change."""
@@ -1327,9 +1333,9 @@ class WushLayer:
         refuse_if(self.waiting, "the last call's keys never came to attention 'wush': is the cache's config "
                                 "the model's?")
         refuse_if(len(k) != len(self.window.n), f"a batch of {len(k)} meets a cache of {len(self.window.n)}")
-        folded = getattr(self.config, "wush_folded", None)       # by `folded_values`
-        refuse_if(folded not in (None, self.T_V_digest), "the model has another T_V folded in")
-        self.is_folded = folded is not None
+        folded = getattr(self.config, "wush_folded", None)       # by `folded_values`, layer by layer
+        refuse_if(folded and folded[self.l] != self.T_V_digest, "the model has another T_V folded in")
+        self.is_folded = bool(folded)
         if self.config._attn_implementation == "wush":
             marked, self.waiting = k.view_as(k), True            # the caller's own tensor stays as it is
             marked.wush_layer = self
@@ -1414,13 +1420,15 @@ class WushMethods:      # WushCache without its base class, which is imported on
         refuse_if(not {*widths} <= {*BITS}, f"{widths} bits: they are in {BITS}")
         refuse_if(any(len(t) != c.num_hidden_layers for t in transforms.values()),
                   f"the transforms are of {len(transforms['k'])} layers, the model has {c.num_hidden_layers}")
-        refine = [*REFINEMENTS] * ("k_feedback" in transforms) if refine is None else known_parts(refine)
+        if refine is None:
+            refine = "all" if "k_feedback" in transforms else "off"
+        refine = known_parts(refine)
         group = group or block_size(transforms)
         self.how = dict(transforms=transforms, k_bits=widths[0], v_bits=widths[1], sink=sink, keep=keep,
                         flush=flush, group=group, refine=refine)
         scheme = Scheme(*[refined_codec(b, refine, group) for b in widths], transforms)
-        how = scheme, digest(transforms["v"]), (sink, keep, flush)
-        super().__init__(layers=[WushLayer(c, l, *how) for l in range(c.num_hidden_layers)])
+        windows = sink, keep, flush
+        super().__init__(layers=[WushLayer(c, l, scheme, windows) for l in range(c.num_hidden_layers)])
 
     @property
     def nbytes(self) -> int:
