@@ -1,4 +1,4 @@
-"""The laws of WUSH-KV as property-based tests, its equality with transformers, and what users get wrong.
+"""The laws of wush_kv.py and kernels.py as property-based tests, and the equality with transformers.
 
 A test's name is a theorem. Hypothesis draws sizes, seeds and kinds of data; each tolerance says where it
 comes from. No network, no GPU: every model is made here. Norm weights are random, or a wrong norm would pass;
@@ -6,22 +6,17 @@ head_dim is not hidden/heads; every input that is to be quantized is long enough
 the faults that users of key-value cache quantization have reported elsewhere.
 """
 import ast
-import copy
 import functools
-import gc
 import inspect
 import json
 import math
 import os
 import random
 import re
-import shutil
 import subprocess
 import sys
 import textwrap
-import time
 import warnings
-from pathlib import Path
 from types import SimpleNamespace
 
 os.environ["TRITON_INTERPRET"] = "1"      # before Triton is imported: its kernels run on the CPU
@@ -30,58 +25,20 @@ import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings, stateful, strategies as st
-from safetensors.torch import load_file, save_file
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 import kernels
 import wush_kv as W
 from kernels import (decode_attention, decode_attention_ref, encode, encode_ref, example, join_pair, pack_ref,
                      slices, split_pair, unpack_ptx, unpack_ref)
 from wush_kv import Codec
+from wush_tools import checkpoints, cli
+from wush_tools.testing import (HERE, OFF, TWO, WINDOWS, close, distance, fed, law, moment, normal, pair,
+                                powers, reference, saved, scheme, seeds, sizes, softmax_attention, tiny,
+                                tokens, transforms)
 
-HERE = Path(W.__file__).parent
-torch.set_num_threads(1)      # the tensors are small: threads would only wait for each other
-OFF, TWO = Codec(16), Codec(2)
-SHAPE = dict(hidden_size=64, num_attention_heads=8, num_key_value_heads=2, head_dim=16, num_hidden_layers=2,
-             vocab_size=256, intermediate_size=96, max_position_embeddings=1024, initializer_range=0.15,
-             tie_word_embeddings=False, bos_token_id=None, eos_token_id=None,
-             rope_parameters={"rope_type": "default", "rope_theta": 1e6})
-WINDOWS = dict(sink=4, keep=24, flush=8)
-
-def tiny(kind="qwen3", seed=0, **changes):
-    """Make a random transformers model: norms around 1 but none equal to 1, biases far from 0."""
-    import transformers
-    name = dict(qwen3="Qwen3", llama="Llama", qwen2="Qwen2", mistral="Mistral")[kind]
-    make, config = (getattr(transformers, name + part) for part in ("ForCausalLM", "Config"))
-    torch.manual_seed(seed)
-    shape = {key: x for key, x in (SHAPE | changes).items() if (key, x) != ("head_dim", None)}
-    hf = make(config(**shape)).eval()
-    for name, p in hf.named_parameters():
-        if "norm" in name:
-            p.data.uniform_(0.5, 1.5)
-        elif name.endswith("bias"):
-            p.data.normal_(std=0.3)
-    return hf
-
-
-def law(*strategies):
-    how = settings(max_examples=20, deadline=None, derandomize=True, database=None)
-    return lambda f: how(given(*strategies)(f))
-
-
-def sizes(*choices):
-    return st.sampled_from(choices)
-
-
-seeds, powers = st.integers(0, 2 ** 32 - 1), st.floats(-12, 12)
 widths, clips, groups = sizes(2, 3, 4, 8), sizes(0.92, 0.96, 1.0), sizes(None, 16)
 codecs = st.builds(W.Codec, widths, sizes(*W.QUANTIZERS), clips, groups)
 fixed_codecs = st.builds(W.Codec, widths, sizes("quest", "affine"), clips, groups)    # pair before codes
-
-
-def normal(seed, *shape):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 def integers(seed, below, *shape):
@@ -102,10 +59,6 @@ def all_kinds(seed, d):
     return torch.cat([data(kind, seed + i, 4, d) for i, kind in enumerate(kinds)]).float()
 
 
-def moment(x):
-    return x.mT @ x
-
-
 def trace(S):
     return S.diagonal(dim1=-2, dim2=-1).sum(-1)
 
@@ -114,11 +67,6 @@ def moments(seed, d, heads=1):
     """Draw M and H (heads, d, d), with axes of their own and strengths of 0.2 to 5: condition about 1e3."""
     x, U = normal(seed, 2, heads, 3 * d, d), torch.linalg.qr(normal(seed + 1, 2, heads, d, d)).Q
     return tuple(moment(x * torch.logspace(-0.7, 0.7, d, dtype=torch.float64) @ U))
-
-
-def close(a, b, tolerance):
-    """The largest deviation is within `tolerance` of the largest entry."""
-    return a.shape == b.shape and bool((a - b).abs().max() <= tolerance * b.abs().max())
 
 
 # ---- transforms
@@ -587,7 +535,7 @@ def test_refined_beats_the_papers_setting_at_every_width(bits, share):
     loss = {}
     for name, refine in ("paper", ()), ("refined", W.REFINEMENTS):
         tensors = W.derive({"k": M[None], "q": H[None], "v": M[None], "o": H[None]}, "wush", refine=refine)
-        k_codec, v_codec = W.codecs(W.Options(bits=bits), refine)
+        k_codec, v_codec = cli.codecs(cli.Options(bits=bits), refine)
         T, codec, push = W.Scheme(k_codec, v_codec, tensors).of("k", 0)
         error = W.roundtrip(k[None].float(), T, codec, push)[0].double() - k
         loss[name] = (q @ error.mT).square().sum()
@@ -600,7 +548,7 @@ def test_refined_beats_the_papers_setting_at_every_width(bits, share):
 def tiny_pair():
     """Make a tiny Qwen3 of transformers with biases, and ours of its weights."""
     theirs = tiny(attention_bias=True, attn_implementation="eager").requires_grad_(False)
-    return theirs, W.Model(theirs.config, theirs.state_dict(), *W.rope_frequencies(theirs.config))
+    return theirs, W.Model(theirs.config, theirs.state_dict(), *checkpoints.rope_frequencies(theirs.config))
 
 
 @law(seeds, sizes(1, 3), sizes(1, 5), st.booleans())
@@ -743,47 +691,6 @@ def test_wush_a_key_hessian_predicts_what_small_noise_does_to_the_module():
     H = W.second_moment(q, W.attention_sensitivity(q, k, v, gram(blocks))[0])
     assert abs(change.mean() - trace(H @ A @ A.mT).sum() / 2) <= 5 * change.std() / math.sqrt(4000)
 
-
-def load(folder, dtype=torch.float32, yarn=None):
-    return W.load_model(Path(folder), W.read_config(Path(folder), yarn), dtype)
-
-def saved(folder, *kind, dtype=torch.float32, **changes):
-    """Save a tiny model and load it back: (transformers' model, ours)."""
-    hf = tiny(*kind, **changes)
-    hf.save_pretrained(folder)
-    return hf, load(folder, dtype)
-
-def tokens(*shape, seed=1):
-    return torch.randint(0, 255, shape, generator=torch.Generator().manual_seed(seed))
-
-def transforms(model, condition=100.0, seed=2):
-    """Draw T (l, g, 1, d, d) with singular values from condition^-½ to condition^½."""
-    c, draw = model.config, torch.Generator().manual_seed(seed)
-    d = W.head_dim(c)
-    shape = c.num_hidden_layers, c.num_key_value_heads, 1, d, d
-    U, V = (torch.linalg.qr(torch.randn(shape, generator=draw, dtype=torch.float64)).Q for _ in range(2))
-    return (U * torch.logspace(-0.5, 0.5, d, base=condition, dtype=torch.float64) @ V).float()
-
-def scheme(T_K, k_codec, v_codec):
-    """Make a cache's scheme of its key transforms; those of values are the model's matter."""
-    return W.Scheme(k_codec, v_codec, {"k": T_K})
-
-@torch.no_grad()
-def reference(hf, ids):
-    return hf(ids).logits
-
-def fed(model, cache, ids, cuts):
-    """Feed ids (b, t) in calls of `cuts` tokens and return all logits (b, t, v)."""
-    return torch.cat([W.logits(model, W.feed(model, cache, part)) for part in ids.split(cuts, 1)], 1)
-
-def distance(a, b):
-    return (a.double() - b.double()).abs().max().item()
-
-@pytest.fixture(scope="session")
-def pair(tmp_path_factory):
-    """One tiny Qwen3: transformers' model and ours."""
-    return saved(tmp_path_factory.mktemp("qwen3"))
-
 def differ(a, b):
     """Share of bytes that differ: in another order of summation one in 1000 may cross a rounding edge."""
     return max((x != y).double().mean().item() for x, y in zip(a, b))
@@ -791,6 +698,7 @@ def differ(a, b):
 def held(caches, *rows_and_tokens):
     """The codes and the scales and offsets of some caches, keys' and values'."""
     return [x[rows_and_tokens] for c in caches for side in (c.k, c.v) for x in (side.codes, side.pair)]
+
 
 # --- Equality with transformers. 1e-4: float32's 6e-8 · condition of T (100) · logits (5) · a few.
 
@@ -819,51 +727,6 @@ def test_logits_equal_transformers_in_bfloat16(tmp_path):
     for m, cache in (model, W.new_cache(model, 2)), (folded, cache):
         assert all(c.recent[0].dtype == torch.bfloat16 for c in cache)
         assert distance(fed(m, cache, ids, [60] + [1] * 60), want) < 3e-2 * want.abs().max()
-
-ORIGINAL = {"original_max_position_embeddings": 64}
-ROPES = {"default": {}, "linear": {"factor": 4.0}, "yarn": {"factor": 4.0} | ORIGINAL,
-         "llama3": {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0} | ORIGINAL}
-
-@pytest.mark.parametrize("old_style", [False, True], ids=["rope_parameters", "rope_scaling"])
-@pytest.mark.parametrize("kind", ROPES)
-def test_rope_variant_equals_transformers(kind, old_style, tmp_path):
-    """In both places: rope_parameters (transformers 5) and rope_theta beside rope_scaling (before)."""
-    rope = {"rope_type": kind, **ROPES[kind]}
-    hf, model = saved(tmp_path, "llama", rope_parameters={"rope_theta": 1e4, **rope})
-    if old_style:
-        raw = json.loads((tmp_path / "config.json").read_text())
-        del raw["rope_parameters"]
-        raw |= {"rope_theta": 1e4, "rope_scaling": None if kind == "default" else rope}
-        (tmp_path / "config.json").write_text(json.dumps(raw))
-        model = load(tmp_path)
-    ids = tokens(1, 200)
-    got = fed(model, W.new_cache(model), ids, [150, 50])
-    assert distance(got, reference(hf, ids)) < 1e-4
-    plain = tiny("llama", rope_parameters={"rope_theta": 1e4, "rope_type": "default"})
-    assert (distance(got, reference(plain, ids)) > 1e-2) == (kind != "default")
-
-@pytest.mark.parametrize("positions, original", [(40960, 32768), (1024, 1024)])
-def test_yarn_flag_equals_transformers_yarn_from_the_power_of_two_below(positions, original, tmp_path):
-    tiny(max_position_embeddings=positions).save_pretrained(tmp_path)
-    model = load(tmp_path, yarn=4.0)
-    rope = dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=original, rope_theta=1e6)
-    assert model.config.rope_parameters == rope and model.config.max_position_embeddings == 4 * original
-    ids = tokens(1, 100)
-    want = reference(tiny(max_position_embeddings=4 * original, rope_parameters=rope), ids)
-    assert distance(fed(model, W.new_cache(model), ids, [60, 40]), want) < 1e-4
-    assert distance(want, reference(tiny(), ids)) > 1e-2
-
-@pytest.mark.parametrize("way", ["tied", "tied with an lm_head beside", "untied", "sharded"])
-def test_checkpoint_equals_transformers_however_it_is_saved(way, tmp_path):
-    """P10: head_dim is the config's (hidden/heads is 8), lm_head by tie_word_embeddings."""
-    hf = tiny(tie_word_embeddings=way.startswith("tied"))
-    hf.save_pretrained(tmp_path, max_shard_size="40KB" if way == "sharded" else "1GB")
-    file = tmp_path / "model.safetensors"
-    if "beside" in way:
-        save_file(load_file(file) | {"lm_head.weight": torch.randn(256, 64)}, file)
-    assert file.exists() != (way == "sharded")
-    ids, model = tokens(1, 40), load(tmp_path)
-    assert distance(fed(model, W.new_cache(model), ids, [40]), reference(hf, ids)) < 1e-4
 
 def test_decode_equals_transformers_at_every_position_across_buffer_growth(pair):
     """P16. K of a token stays, and equals transformers' DynamicCache's to eps · condition · |k|."""
@@ -901,6 +764,7 @@ def test_fold_leaves_logits_and_original_as_they_were(bias, tmp_path):
     with pytest.raises(ValueError, match="folded already"):
         W.fold_values(folded, T)
 
+
 # --- The window cache.
 
 def whole_T(seed, d=16):
@@ -908,12 +772,6 @@ def whole_T(seed, d=16):
     draw = torch.Generator().manual_seed(seed)
     below = (torch.randn(2, 1, d, d, generator=draw) / 1.65).trunc().clamp(-1, 1)        # one in ten is not 0
     return (below.tril(-1) + torch.eye(d)).float()
-
-def softmax_attention(q, k, v, start):
-    """Attend plainly, in float64, from q (g, r, t, d) at positions start, ... to k, v (g, s, d)."""
-    z = torch.einsum("grtd,gsd->grts", q.double(), k.double()) / math.sqrt(q.shape[-1])
-    hidden = torch.arange(k.shape[1]) > start + torch.arange(q.shape[2])[:, None]
-    return torch.einsum("grts,gsd->grtd", z.masked_fill(hidden, -math.inf).softmax(-1), v.double())
 
 @settings(max_examples=25, deadline=None)
 @given(seed=st.integers(0, 2**20), sink=st.integers(0, 9), keep=st.integers(0, 20), flush=st.integers(1, 9),
@@ -965,14 +823,6 @@ def test_cache_holds_its_bytes_per_token_and_head_and_no_more(bits, d, want, cal
     window = 2 * 2 * 1 * d * 2                             # keys and values, heads, flush, d, bfloat16
     assert cache.n_packed == [128] and cache.nbytes - window == want * 128 * 2
 
-@pytest.mark.parametrize("k_bits, v_bits", [(4, 2), (3, 8), (16, 2), (2, 16)])
-def test_cache_bytes_are_a_formula_per_side(k_bits, v_bits, pair):
-    """P34, P50."""
-    side = lambda b: 16 * b / 8 + 4 if b < 16 else 16 * 2
-    sides = {"k": W.Side(codec=Codec(k_bits)), "v": W.Side(codec=Codec(v_bits))}
-    got = W.cache_bytes(pair[1].config, 2**15, **sides, sink=0, keep=0, flush=1)
-    assert got == pytest.approx(2 * 2 * (side(k_bits) + side(v_bits)), rel=0.001)
-
 def test_packed_bytes_of_a_token_never_change_and_each_flush_packs_its_size(pair, monkeypatch):
     """P21, P23: 200 tokens with windows 4/64/8 pack 128 of them; then 300 steps pack 8 at a time."""
     calls, write = [], W.PackedTensor.write
@@ -1016,6 +866,107 @@ def test_error_falls_with_bits_and_each_side_has_its_own(rule, pair):
     assert min(distance(run(*b), off) for b in ((2, 16), (16, 2), (4, 2))) > 1e-3
     assert min(distance(run(4, 2), other) for other in (run(2, 2), run(4, 4), run(4, 2, group=8))) > 1e-3
     assert distance(run(2, 2, 28), off[:, :28]) < 1e-5         # n <= sink + keep: nothing is packed
+
+
+def whole(seed, *shape):
+    return torch.randint(-4, 5, shape, generator=torch.Generator().manual_seed(seed)).float()
+
+
+class Operations(stateful.RuleBasedStateMachine):
+    """The window cache against lists of its tokens; T and they are whole, so sums are exact in any order."""
+    T, codec, sink, keep, flush = whole_T(5), Codec(3), 3, 17, 5
+    sides = W.Side(T, codec), W.Side(codec=codec)
+    empty = lambda self, batch: W.WindowCache(batch, 2, 16, *self.sides, 3, 17, 5)
+
+    @stateful.initialize(batch=st.integers(1, 3))
+    def make(self, batch):
+        self.cache = self.empty(batch)
+        self.rows = [[] for _ in range(batch)]           # of tokens: [k, v] (g, d), then [k, v, packed bytes]
+
+    @stateful.rule(t=st.integers(1, 40), seed=seeds, padding=st.integers(0, 50))
+    def append(self, t, seed, padding):
+        k, v, q = whole(seed, 3, len(self.rows), 2, t, 16)
+        pad, q = [max(0, padding - 20 * i) % (t + 1) for i in range(len(self.rows))], q[:, :, None] / 4
+        o, before = self.cache.attend(q, k, v, pad), [*map(len, self.rows)]
+        for i, row in enumerate(self.rows):
+            new = [[k[i, :, j], v[i, :, j]] for j in range(pad[i], t)]
+            seen = [self.stored(token) for token in row] + new
+            row += new
+            if pad[i] < t:
+                K, V = (torch.stack(x, 1) for x in zip(*seen))
+                want = softmax_attention(q[i, :, :, pad[i]:], K, V, before[i])
+                assert distance(o[i, :, :, pad[i]:], want) < 1e-3
+            done = sum(len(token) > 2 for token in row)
+            due = (len(row) - self.sink - done - self.keep) // self.flush * self.flush
+            for token in row[self.sink + done:self.sink + done + max(due, 0)]:
+                token.append(self.packed(token))
+
+    def packed(self, token):
+        k = W.quantize(W.apply(self.T, token[0][None, :, None]), self.codec)
+        return *k, *W.quantize(token[1][None, :, None], self.codec)
+
+    def stored(self, token):
+        if len(token) == 2:
+            return token
+        k, v = W.dequantize(*token[2][:3]), W.dequantize(*token[2][3:])
+        return W.apply(torch.linalg.inv(self.T.double()), k)[0, :, 0], v[0, :, 0]
+
+    @stateful.rule(count=st.integers(0, 60))
+    def crop(self, count):
+        self.cache.crop(count)
+        self.rows = [row[:max(len(row) - count, 0)] for row in self.rows]
+
+    @stateful.rule(dice=st.randoms(use_true_random=False), size=st.integers(1, 3))
+    def select(self, dice, size):
+        """A larger size repeats rows, as beams do."""
+        rows = [dice.randrange(len(self.rows)) for _ in range(size)]
+        self.cache.select(torch.tensor(rows))
+        self.rows = [[[*token] for token in self.rows[i]] for i in rows]
+
+    @stateful.precondition(lambda self: len(self.rows) < 3)
+    @stateful.rule()
+    def repeat(self):
+        self.cache.select(torch.arange(len(self.cache.n)).repeat_interleave(2))
+        self.rows = [[[*token] for token in row] for row in self.rows for _ in range(2)]
+
+    @stateful.rule()
+    def save_and_restore(self):
+        state, old, self.cache = self.cache.state(), self.cache, self.empty(1)
+        x = torch.ones(len(self.rows), 2, 30, 16)
+        old.attend(x[:, :, None], x, x)                  # what the old one does later is not in the state
+        self.cache.restore(state)
+
+    @stateful.precondition(lambda self: sum(map(len, self.rows)) > 150)
+    @stateful.rule()
+    def reset(self):
+        self.cache.crop(max(self.cache.n))
+        self.rows = [[] for _ in self.rows]
+
+    @stateful.invariant()
+    def equal(self):
+        cache = self.cache
+        assert cache.n == [*map(len, self.rows)]
+        assert cache.n_packed == [sum(len(token) > 2 for token in row) for row in self.rows]
+        longest = max(cache.n)
+        all_read = [W.apply(self.T, cache.read(0, longest)), cache.read(1, longest)]
+        for i, row in enumerate(self.rows):
+            for side, packed in enumerate((cache.k, cache.v)):
+                s, p, r = len(row[:self.sink]), *cache.sizes(i)[1:]
+                held = torch.cat([cache.sinks[side][i, :, :s], cache.recent[side][i, :, :r]], 1)
+                exact = [token[side] for token in row if len(token) == 2]
+                assert torch.equal(held, torch.stack(exact, 1) if exact else held[:, :0])
+                if p:
+                    frozen = [torch.cat(x, 2)[0] for x in zip(*(token[2] for token in row if len(token) > 2))]
+                    codes, scale, offset = frozen[3 * side:3 * side + 3]
+                    assert torch.equal(packed.codes[i, :, :p], pack_ref(codes, 3))
+                    assert torch.equal(packed.pair[i, :, :p], join_pair(scale, offset))
+                    read = all_read[side][i, :, longest - len(row) + self.sink:][:, :p]
+                    assert distance(read, W.dequantize(codes, scale, offset)) < 1e-3
+
+
+TestOperations = Operations.TestCase
+TestOperations.settings = settings(max_examples=12, stateful_step_count=18, deadline=None)
+
 
 # --- Generation.
 
@@ -1064,21 +1015,6 @@ def test_row_that_ends_first_leaves_the_others_as_alone(pair):
     assert batch[1:] == alone[1:]
     assert run(prompts, bits=16)[1:] != alone[1:]
 
-@pytest.mark.parametrize("generation, config, want", [
-    ({"eos_token_id": [7, 9]}, {"eos_token_id": 3}, [7, 9]), ({"eos_token_id": 9}, {}, [9]), (None, {}, []),
-    ({}, {"eos_token_id": 9}, [9]), (None, {"eos_token_id": [9, 3]}, [9, 3]),
-    (None, {"eos_token_id": 0}, [0])])
-def test_generation_stops_at_every_end_token(generation, config, want, pair, tmp_path):
-    """P13."""
-    for name, content in ("generation_config", generation), ("config", config):
-        if content is not None:
-            (tmp_path / f"{name}.json").write_text(json.dumps(content))
-    assert W.end_tokens(tmp_path) == want
-    forced = iter([4, 5, want[-1] if want else 6] + [4] * 9)
-    pick = lambda scores: torch.tensor([next(forced)])
-    steps = list(W.decode(pair[1], W.new_cache(pair[1]), [[1, 2]], 6, want, pick))
-    assert len(steps) == (3 if want else 6)
-
 def test_sampling_obeys_its_knobs():
     """P14: temperature 0, top_p 0 and top_k 1 are argmax; top_k beyond the vocabulary is all."""
     scores = torch.randn(64, 50, generator=torch.Generator().manual_seed(0)) * 2
@@ -1096,80 +1032,13 @@ def test_sampling_obeys_its_knobs():
     assert torch.equal(chosen(temperature=1.0, top_p=0.7).amax(0).clamp(max=2), (allowed - 1).clamp(max=2))
     assert (chosen(temperature=1.0, top_p=0.7) < allowed).all()
 
-# --- Evaluation.
-
-@settings(max_examples=60, deadline=None)
-@given(t=st.integers(1, 120), sink=st.integers(0, 9), keep=st.integers(0, 20), flush=st.integers(1, 9),
-       chunk=st.integers(1, 30))
-def test_quantized_view_equals_the_bookkeeping_of_the_cache(t, sink, keep, flush, chunk):
-    cache = W.WindowCache(1, 1, 8, sink=sink, keep=keep, flush=flush)
-    want = torch.zeros(t, t, dtype=torch.bool)
-    for i in range(0, t, chunk):
-        want[i:i + chunk, sink:sink + cache.n_packed[0]] = True
-        x = torch.zeros(1, 1, min(chunk, t - i), 8)
-        cache.attend(x[:, :, None], x, x)
-    assert torch.equal(W.quantized_view(t, sink, keep, flush, chunk), want)
-
-@pytest.mark.parametrize("chunk, k_codec, v_codec", [
-    (16, TWO, TWO), (1, TWO, TWO), (16, TWO, OFF), (16, OFF, TWO),
-    (16, Codec(2, "affine", 0.96, 8), Codec(3, "affine", 0.92, 8)), (16, Codec(2, "centred", 1.3), TWO)])
-def test_perplexity_in_one_forward_equals_feeding_the_cache(chunk, k_codec, v_codec, pair):
-    """P45: the cache is really read: NLL to 1e-3 relative, KL and top-1 share too, and far from off."""
-    _, model = pair
-    sequences, T = list(tokens(2, 300)), {"k": transforms(model, 4.0, 3), "v": transforms(model, 4.0, 4)}
-    if k_codec.rule == "centred":
-        T |= {side + "_feedback": normal(5, *T[side].shape).float().triu(1) / 8 for side in "kv"}
-    folded, rows, how = W.fold_values(model, T["v"]), [], W.Scheme(k_codec, v_codec, T)
-    for ids in sequences:
-        cache = W.new_cache(folded, 1, how, **WINDOWS)
-        log_q = fed(folded, cache, ids[None], chunk)[0, :-1].log_softmax(-1)
-        log_p = fed(model, W.new_cache(model), ids[None], 300)[0, :-1].log_softmax(-1)
-        nll = [-x.gather(1, ids[1:, None]).mean().item() for x in (log_p, log_q)]
-        rows.append([*nll, (log_p.exp() * (log_p - log_q)).sum(-1).mean().item(),
-                     (log_p.argmax(-1) == log_q.argmax(-1)).float().mean().item()])
-    rows = torch.tensor(rows, dtype=torch.float64)
-    (off, nll, kl, same), (_, error, kl_error, _) = rows.mean(0).tolist(), (rows.std(0) / 2**0.5).tolist()
-    excess = rows[:, 1] - rows[:, 0]
-    got = W.perplexity(model, sequences, {"T": how}, **WINDOWS, chunk=chunk)
-    assert abs(nll - off) > 1e-3 and kl > 1e-3 and same < 1
-    assert math.log(got["none"]["perplexity"][0]) == pytest.approx(off, rel=1e-5)
-    assert math.log(got["T"]["perplexity"][0]) == pytest.approx(nll, rel=1e-3)
-    assert got["T"]["perplexity"][1] == pytest.approx(math.exp(nll) * error, rel=0.05)
-    assert got["T"]["excess"] == pytest.approx((nll - off, excess.std().item() / 2**0.5), rel=0.02, abs=1e-3)
-    assert got["T"]["kl"] == pytest.approx((kl, kl_error), rel=0.02, abs=1e-3)
-    assert got["T"]["same_top1"][0] == pytest.approx(same, abs=0.01) and got["none"]["same_top1"][0] == 1
-    assert got["none"]["kl"][0] == 0
-
-@pytest.mark.parametrize("sink", [0, 5])
-def test_module_error_equals_a_plain_loop(sink, pair):
-    """T⁻¹ of what the codes say, in float64; geometric mean over layers; only the sinks exact."""
-    hf, model = pair
-    sequences, T = list(tokens(2, 90)), {"k": transforms(model, 4.0, 3), "v": transforms(model, 4.0, 4)}
-    seen = []
-    for ids in sequences:
-        W.forward(model, ids[None], lambda *qkv: seen.append(qkv) or W.causal_attention(*qkv[1:]))
-    logs = []
-    for l, q, k, v in seen:
-        hat = []
-        for side, x in ("k", k), ("v", v):
-            stored = W.dequantize(*W.quantize(W.apply(T[side][l], x), TWO)).double()
-            back = torch.einsum("gij,bgsj->bgsi", torch.linalg.inv(T[side][l, :, 0].double()), stored)
-            hat.append(torch.cat([x[:, :, :sink].double(), back[:, :, sink:]], 2)[0])
-        W_O = hf.model.layers[l].self_attn.o_proj.weight.double()
-        module = lambda *kv: softmax_attention(q[0], *kv, 0).permute(2, 0, 1, 3).flatten(1) @ W_O.T
-        exact, noisy = module(k[0], v[0]), module(*hat)
-        logs.append(((noisy - exact).square().sum() / exact.square().sum()).log())
-    each = torch.stack(logs).view(2, 2).mean(1).exp()
-    got = W.module_error(model, sequences, {"T": W.Scheme(TWO, TWO, T)}, sink)["T"]
-    assert got == pytest.approx((each.mean().item(), each.std().item() / 2**0.5), rel=2e-3) and got[0] > 1e-2
-
 def test_qwen3_8b_shapes_are_calibrated_folded_quantized_and_decoded(tmp_path):
     """The real widths, 2 layers, random weights: 2 bits move the logits, the transforms alone do not."""
     hf = tiny(hidden_size=4096, num_attention_heads=32, num_key_value_heads=8, head_dim=128,
               intermediate_size=512, initializer_range=0.02)
     hf.config.save_pretrained(tmp_path)
-    config = W.read_config(tmp_path)
-    model = W.Model(config, dict(hf.state_dict()), *W.rope_frequencies(config))
+    config = checkpoints.read_config(tmp_path)
+    model = W.Model(config, dict(hf.state_dict()), *checkpoints.rope_frequencies(config))
     T = W.derive(W.collect_moments(model, [tokens(96)]), "wush")
     assert T["k"].shape == (2, 8, 1, 128, 128)
     folded, ids, out = W.fold_values(model, T["v"]), tokens(1, 64, seed=9), {}
@@ -1179,370 +1048,21 @@ def test_qwen3_8b_shapes_are_calibrated_folded_quantized_and_decoded(tmp_path):
     assert cache[0].n_packed == [52] and cache[0].k.codes.shape[-1] == 32
     assert distance(out[16], reference(hf, ids)) < 1e-3 < distance(out[2], out[16])
 
-# --- The command line.
-
-@pytest.fixture(scope="session")
-def shelf(tmp_path_factory):
-    """A folder with a model, a byte-level tokenizer with a chat template, and a text."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-    folder = tmp_path_factory.mktemp("model")
-    tiny(max_position_embeddings=512).save_pretrained(folder)
-    bytes_ = {c: i for i, c in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
-    core = Tokenizer(models.BPE(vocab=bytes_, merges=[]))
-    core.pre_tokenizer, core.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=core)
-    tokenizer.chat_template = (
-        "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
-        "{% if add_generation_prompt %}<bot>{{ '' if enable_thinking else '!' }}{% endif %}")
-    tokenizer.save_pretrained(folder)
-    dice = random.Random(0)
-    (folder / "text.txt").write_text("".join(dice.choice("the cat sat on a mat.\n") for _ in range(2000)))
-    return SimpleNamespace(folder=folder, text=str(folder / "text.txt"), tokenizer=tokenizer)
-
-def argv(shelf, *flags, folder=None):
-    small = "--calib-seqs 2 --calib-len 64 --eval-seqs 2 --eval-len 200 --max-new-tokens 6 --keep 16".split()
-    files = ["--model", str(folder or shelf.folder), "--calib", shelf.text, "--eval", shelf.text]
-    return [*files, *small, *map(str, flags)]
-
-def figures(shelf, tmp_path, *flags):
-    """Run the command line and return what --json wrote."""
-    W.main(argv(shelf, *flags, "--json", tmp_path / "figures"))
-    return json.loads((tmp_path / "figures").read_text())
-
-@pytest.fixture
-def caches(monkeypatch):
-    """All window caches that get made."""
-    made, init = [], W.WindowCache.__init__
-    monkeypatch.setattr(W.WindowCache, "__init__", lambda *a, **k: init(*a, **k) or made.append(a[0]))
-    return made
-
-def edited(shelf, tmp_path, files=None, drop=(), **config):
-    """Copy the model's folder with files replaced, tensors dropped or keys of config.json changed."""
-    folder = Path(shutil.copytree(shelf.folder, tmp_path / "edited"))
-    raw = json.loads((folder / "config.json").read_text()) | config
-    (folder / "config.json").write_text(json.dumps({k: v for k, v in raw.items() if v != "drop"}))
-    for name, content in (files or {}).items():
-        (folder / name).unlink(missing_ok=True)
-        if content is not None:
-            (folder / name).write_bytes(content)
-    if drop:
-        weights = load_file(folder / "model.safetensors")
-        save_file({n: w for n, w in weights.items() if not n.endswith(drop)}, folder / "model.safetensors")
-    return folder
-
-def refusal(args, capsys):
-    """Run the command line and return its one line of complaint; any other exception is a traceback."""
-    start = time.perf_counter()
-    with pytest.raises(SystemExit) as e:
-        W.main(args)
-    said = e.value.code if isinstance(e.value.code, str) else capsys.readouterr().err.strip().splitlines()[-1]
-    assert e.value.code not in (0, None) and "\n" not in said.strip() and time.perf_counter() - start < 5
-    return said
-
-@pytest.fixture
-def no_weights(monkeypatch):
-    for name in "load_model", "collect_moments":
-        monkeypatch.setattr(W, name, lambda *_: pytest.fail("weights were read before the refusal"))
-
-ROPE, FULL, SLIDING, LINEAR = {"rope_theta": 1e6}, "full_attention", "sliding_attention", "linear_attention"
-with_file = lambda name, data: {"files": {name: data}}
-
-@pytest.mark.parametrize("change, words", [
-    (dict(head_dim=24), "head_dim 24 64 128"), *((dict(head_dim=d), "head_dim") for d in (0, None)),
-    (dict(model_type="qwen2"), "qwen2 qwen3 llama"), (dict(model_type="mistral"), "mistral qwen3 llama"),
-    (dict(model_type="qwen3_moe"), "qwen3_moe qwen3"), (dict(model_type="drop"), "model_type qwen3 llama"),
-    (dict(use_sliding_window=True), "sliding"), (dict(layer_types=[FULL, SLIDING]), SLIDING),
-    (dict(layer_types=[LINEAR, FULL]), LINEAR), (dict(layer_types=[FULL]), "layer"),
-    (dict(hidden_act="gelu"), "gelu silu"), (dict(quantization_config={"quant_method": "fp8"}), "quantized"),
-    (dict(rope_parameters="drop"), "rope_theta"), (dict(rope_parameters=ROPE | {"rope_theta": -1}), "rope"),
-    (dict(layer_types=5), "config.json"),
-    (dict(rope_parameters=ROPE | {"rope_type": "yarn"}), "factor"),
-    (dict(rope_parameters=ROPE | {"rope_type": "dynamic", "factor": 2.0}), "dynamic"),
-    (dict(rope_parameters="yarn"), "rope"), (dict(num_hidden_layers=0, layer_types="drop"), "layer"),
-    *((dict(num_key_value_heads=n), "num_key_value_heads") for n in (0, 3)),
-    *((with_file("config.json", data), "config.json") for data in (None, b"", b"{nope", b"[]", b"\xff\xfe")),
-    *((with_file("model.safetensors", data), "model.safetensors") for data in (None, b"", b"\xff" * 999)),
-    *((with_file("model.safetensors.index.json", data), "index")
-      for data in (b"{", b"{}", b'{"weight_map": {"x": 1}}')),
-    (with_file("generation_config.json", b"[]"), "generation_config.json"),
-    (with_file("generation_config.json", b'{"eos_token_id": [[1]]}'), "eos_token_id"),
-    *((with_file("chat_template.jinja", data), "template") for data in (b"{% if %}", b"{{ 1 / 0 }}")),
-    (with_file("tokenizer.json", b"{"), "tokenizer"),
-    ({"files": {"tokenizer.json": None, "tokenizer_config.json": None}}, "tokenizer")], ids=str)
-def test_unfit_model_is_refused_before_weights(change, words, shelf, tmp_path, capsys, no_weights):
-    """P08, P12, P31 and their kinds. `words` are what the user needs to read."""
-    said = refusal(argv(shelf, folder=edited(shelf, tmp_path, **change)), capsys)
-    assert not [word for word in words.split() if word not in said]
-
-@pytest.mark.parametrize("damage, words", [
-    ("truncated", "model.safetensors"), ("no up_proj", "up_proj"), ("no k_proj", "k_proj"),
-    ("misshapen", "q_norm 8 16"), ("llama", "layers.0 k_norm"),
-    ("truncated shard", "b.safetensors"), ("missing shard", "b.safetensors"),
-    ("wrong index", "safetensors")])
-def test_damaged_weights_are_refused(damage, words, shelf, tmp_path, capsys):
-    folder = edited(shelf, tmp_path, drop=(damage[3:] + ".weight",) if damage.startswith("no ") else ())
-    file = folder / "model.safetensors"
-    if damage == "llama":      # a graph without QK-norm would leave out what the checkpoint has
-        raw = json.loads((folder / "config.json").read_text()) | {"model_type": "llama"}
-        (folder / "config.json").write_text(json.dumps(raw))
-    if damage == "truncated":
-        file.write_bytes(file.read_bytes()[:-500])
-    if damage == "misshapen":
-        save_file(load_file(file) | {"model.layers.0.self_attn.q_norm.weight": torch.ones(8)}, file)
-    if "shard" in damage or "index" in damage:
-        weights = load_file(file)
-        where = {name: "ab"[i % 2] + ".safetensors" for i, name in enumerate(sorted(weights))}
-        for shard in set(where.values()):
-            save_file({n: w for n, w in weights.items() if where[n] == shard}, folder / shard)
-        file.unlink()
-        where = dict.fromkeys(where, "a.safetensors") if "index" in damage else where
-        (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": where}))
-        cut = (folder / "b.safetensors").read_bytes()[:-500]
-        (folder / "b.safetensors").unlink() if "missing" in damage else None
-        (folder / "b.safetensors").write_bytes(cut) if "truncated" in damage else None
-    said = refusal(argv(shelf, folder=folder), capsys)
-    assert not [word for word in words.split() if word not in said]
-
-WRONG = """\
---bits 2 --k-bits 4: --bits --k-bits; --bits 5: bits 5; --group 3: --group 3; --group 32: --group 32
---group 0: --group; --device nosuch: device nosuch; --device meta: device meta; --raw --prompt=: prompt empty
---prompt \udcff: prompt; --prompt LONG: 512; --max-new-tokens 600: 512; --eval-len 600: --eval-len 512
---eval-seqs 11: --eval-seqs 2200; --eval-skip 9999: --eval-skip; --calib-seqs 99: --calib-seqs
---eval-len 1: --eval-len; --eval-len 30: --eval-len; --eval TMP/none.txt: none.txt; --eval TMP: TMP
---eval TMP/binary: binary text; --calib TMP/binary: binary text
---eval TMP/empty: empty 0 tokens; --json TMP/none/x: TMP/none/x
---json TMP: TMP; --save TMP/none/x: TMP/none/x; --save TMP: TMP; --save TMP/x --json TMP/x: --json --save
---save TMP/x --json TMP/x.json: --json --save; --task calibrate: --save
---task calibrate --bits 16 --save TMP/x: --bits; --bits 16 --save TMP/x: --save
---transforms TMP/none.pt: none.pt; --temperature nan: --temperature; --top-p 2: --top-p; --yarn inf: --yarn
---refine 1: --refine feedback exponent offset step; --refine all,off: --refine
---refine=: --refine; --transform hadamard --refine 1: --refine; --save TMP/folder: TMP/folder.json
---temperature 1 --top-k 9999999999: --top-k
---seed 99999999999999999999: --seed; --model nosuch: nosuch; --model TMP/no/such: such
---model TMP/empty: empty; --model TMP: config.json"""
-
-@pytest.mark.parametrize("row", WRONG.replace("\n", "; ").split("; "))
-def test_wrong_flag_is_refused_before_weights(row, shelf, tmp_path, capsys, no_weights):
-    flags, words = row.replace("LONG", "x" * 520).split(": ")
-    (tmp_path / "binary").write_bytes(bytes(range(256)) * 40)
-    (tmp_path / "empty").touch()
-    (tmp_path / "folder.json").mkdir()
-    there = lambda text: text.replace("TMP", str(tmp_path))
-    said = refusal(argv(shelf, *there(flags).split()), capsys)
-    assert not [word for word in there(words).split() if word not in said]
-
-def test_report_of_a_model_of_few_positions_needs_no_room_after_the_text(shelf, tmp_path):
-    """Its decoding speed is measured after fewer tokens than the evaluated text has."""
-    folder = edited(shelf, tmp_path, max_position_embeddings=52)
-    flags = "--eval-len 52 --calib-len 40 --sink 2 --keep 8 --flush 4 --max-new-tokens 4 --raw --prompt x"
-    out = figures(shelf, tmp_path, *flags.split(), "--model", folder)
-    assert out["tokens_per_second"].keys() == {"none", "refined"}
-
-def test_prompt_may_fill_the_positions_to_the_last(shelf, capsys):
-    """P16: 500 + 12 tokens are 512 positions; 501 are refused."""
-    W.main(argv(shelf, "--task", "generate", "--raw", "--prompt", "x" * 500, "--max-new-tokens", 12))
-    assert "positions" in refusal(argv(shelf, "--raw", "--prompt", "x" * 501, "--max-new-tokens", 12), capsys)
-
-def test_hub_id_without_network_is_refused_in_one_sentence(shelf, capsys, monkeypatch):
-    import huggingface_hub
-
-    def offline(*_, **__):
-        raise ConnectionError("no\nnetwork")
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", offline)
-    assert "owner/name" in refusal(argv(shelf, "--model", "owner/name"), capsys)
-    assert "wikitext" in refusal(argv(shelf, "--eval", "wikitext2"), capsys)
-
-def test_program_ends_without_traceback(shelf, tmp_path):
-    """P08 in a real process."""
-    flags = argv(shelf, folder=edited(shelf, tmp_path, head_dim=24))
-    run = subprocess.run([sys.executable, W.__file__, *flags], capture_output=True, text=True)
-    assert run.returncode == 1 and "Traceback" not in run.stderr
-    assert "head_dim 24" in run.stderr.splitlines()[-1]
-
-@pytest.fixture(scope="session")
-def report(shelf, tmp_path_factory):
-    """The whole report at 2 bits, and what it calibrated, computed here."""
-    out, model = tmp_path_factory.mktemp("out"), load(shelf.folder)
-    ids = torch.tensor(shelf.tokenizer(Path(shelf.text).read_text())["input_ids"])
-    moments = W.collect_moments(model, list(ids[:128].split(64)))
-    codec, tensors = Codec(2, "centred", 1.3), W.derive(moments, "wush", refine=W.REFINEMENTS)
-    schemes = {"wush": W.Scheme(TWO, TWO, W.derive(moments, "wush")),
-               "refined": W.Scheme(codec, codec, tensors)}
-    found = figures(shelf, out, "--bits", 2, "--save", out / "WUSH.pt")
-    texts = list(ids[:400].split(200))
-    return SimpleNamespace(figures=found, file=out / "WUSH.pt", model=model, schemes=schemes,
-                           texts=texts)
-
-def test_report_writes_its_figures(report, shelf):
-    f, names = report.figures, {"none", "hadamard", "oscar", "wush", "refined"}
-    assert set("model bits k_bits v_bits kv_bytes_per_token effective_bits module_error perplexity "
-               "excess kl same_top1 tokens_per_second text seconds".split()) <= f.keys()
-    assert (f["bits"], f["k_bits"], f["v_bits"], f["model"]) == (2, 2, 2, str(shelf.folder))
-    assert all(f[key].keys() == names for key in ("module_error", "perplexity", "excess", "kl", "same_top1"))
-    assert f["text"].keys() == f["tokens_per_second"].keys() == {"none", "refined"}
-    assert min(*f["tokens_per_second"].values(), f["seconds"]) > 0
-    assert f["effective_bits"] == pytest.approx(8 * f["kv_bytes_per_token"] / (2 * 2 * 2 * 16))
-    scores = W.perplexity(report.model, report.texts, report.schemes, 16, 16, 16)
-    for name, row in scores.items():
-        assert [row[key][0] for key in row] == pytest.approx([f[key][name] for key in row], rel=1e-5)
-    for name, error in W.module_error(report.model, report.texts, report.schemes, 0).items():
-        assert error[0] == pytest.approx(f["module_error"][name], rel=1e-5)
-
-def test_transforms_file_is_what_calibrating_gave_bit_for_bit(report, shelf, tmp_path):
-    """P43. `k` and `v` as serving reads them; what the refined encoder needs beside them are further keys."""
-    T = torch.load(report.file, weights_only=True)
-    again = W.load_transforms(str(report.file), report.model.config)
-    want = report.schemes["refined"].tensors
-    assert T.keys() == again.keys() == want.keys() == {"k", "v", "k_feedback", "v_feedback"}
-    assert all(torch.equal(T[key], want[key]) and torch.equal(T[key], again[key]) for key in T)
-    text = figures(shelf, tmp_path, "--bits", 2, "--task", "generate", "--transforms", report.file)["text"]
-    assert text["refined"] == report.figures["text"]["refined"]
-    assert json.loads(Path(f"{report.file}.json").read_text())["calibration_tokens"] == 128
-
-@pytest.mark.parametrize("spoil, words", [
-    (lambda T: [1], "k"), (lambda T: {"k": T["k"], "values": T["v"]}, "v"),
-    (lambda T: T | {"k": T["k"] * math.nan}, "finite"), (lambda T: T | {"v": T["v"] * 0}, "invert"),
-    *((lambda T, cut=cut: {side: cut(t) for side, t in T.items()}, words) for cut, words in (
-        (lambda t: t[:1], "layers"), (lambda t: t[:, :1], "heads"), (lambda t: t[..., :8, :8], "head_dim"),
-        (lambda t: t[0], "shape"), (torch.Tensor.int, ""))),
-    (lambda T: T | {"k_feedback": T["v_feedback"][:, :, [0, 0], :8, :8]}, "blocks"),
-    (b"", "transforms file"), (b"hello", "transforms file"), (2000, "transforms file")], ids=range(13))
-def test_wrong_transforms_file_is_refused(spoil, words, report, shelf, tmp_path, capsys, no_weights):
-    path = tmp_path / "T.pt"
-    whole = report.file.read_bytes()
-    if callable(spoil):
-        torch.save(spoil(torch.load(report.file)), path)
-    else:
-        path.write_bytes(whole[:spoil] if isinstance(spoil, int) else spoil)
-    said = refusal(argv(shelf, "--task", "generate", "--transforms", path), capsys)
-    assert "T.pt" in said and words in said
-
-@pytest.mark.parametrize("sidecar", [b"{", b"[]", b"{}", b'{"fingerprint": "0"}', *(
-    {key: value} for key, value in (("group", 8), ("group", "8"), ("refine", 5), ("refine", None)))], ids=str)
-def test_spoiled_sidecar_is_refused(sidecar, report, shelf, tmp_path, capsys, no_weights):
-    path = shutil.copy(report.file, tmp_path / "T.pt")
-    if isinstance(sidecar, dict):
-        sidecar = json.dumps(json.loads(Path(f"{report.file}.json").read_text()) | sidecar).encode()
-    Path(f"{path}.json").write_bytes(sidecar)
-    assert "T.pt" in refusal(argv(shelf, "--task", "generate", "--transforms", path), capsys)
-
-@pytest.mark.parametrize("made_with", ["--transform oscar", "--group 8"])
-def test_transforms_file_is_used_as_what_it_was_made_as_or_refused(made_with, shelf, tmp_path, caches):
-    """P43: its sidecar says which transform and group; calling it wush, or one group a head, misreads it."""
-    W.main(argv(shelf, "--task", "calibrate", *made_with.split(), "--save", tmp_path / "T.pt"))
-    try:
-        text = figures(shelf, tmp_path, "--task", "generate", "--transforms", tmp_path / "T.pt")["text"]
-    except SystemExit:
-        return
-    assert list(text) == ["oscar" if "oscar" in made_with else "refined"]
-    assert {c.k.codec.group for c in caches} == {8 if "8" in made_with else None}
-    Path(tmp_path / "T.pt.json").unlink()                       # without it, the shape of the blocks tells
-    if "8" in made_with:
-        again = figures(shelf, tmp_path, "--task", "generate", "--transforms", tmp_path / "T.pt")["text"]
-        assert again == text
-
-def test_refine_off_is_the_papers_setting(report, shelf, tmp_path):
-    """The file holds k and v alone, as wush gives them with 1/4, and so does one whose sidecar is lost."""
-    file = tmp_path / "T.pt"
-    W.main(argv(shelf, "--task", "calibrate", "--refine", "off", "--save", file))
-    T, paper = torch.load(file, weights_only=True), report.schemes["wush"].tensors
-    assert T.keys() == {"k", "v"} and all(torch.equal(T[side], paper[side]) for side in "kv")
-    want = figures(shelf, tmp_path, "--task", "generate", "--refine", "off")["text"]
-    assert figures(shelf, tmp_path, "--task", "generate", "--transforms", file)["text"] == want
-    Path(f"{file}.json").unlink()
-    assert figures(shelf, tmp_path, "--task", "generate", "--transforms", file)["text"] == want
-    refined = shutil.copy(report.file, tmp_path / "refined.pt")           # without a sidecar, its keys tell
-    text = figures(shelf, tmp_path, "--task", "generate", "--transforms", refined)["text"]
-    assert text.keys() == {"refined"}
-
-@pytest.mark.parametrize("refine, rule, clip, feeds", [
-    ("all", "centred", 1.3, True), ("feedback", "quest", 1.0, True), ("exponent", "quest", 1.0, False),
-    ("offset", "centred", 1.0, False), ("step", "quest", 1.3, False), ("off", "quest", 1.0, False),
-    ("all --quantizer affine", "affine", 0.96, True), ("all --transform oscar", "quest", 1.0, False)])
-def test_refine_switches_each_part_alone(refine, rule, clip, feeds, shelf, tmp_path, caches):
-    figures(shelf, tmp_path, "--task", "generate", "--refine", *refine.split())
-    assert caches and all(c.k.codec == Codec(2, rule, clip) for c in caches)
-    assert all((c.k.push is not None) == (c.v.push is not None) == feeds for c in caches)
-
-def test_ablation_scores_the_paper_each_part_alone_and_all_but_each(shelf, tmp_path):
-    kl = figures(shelf, tmp_path, "--task", "ablation", "--eval-seqs", 1)["kl"]
-    parts = list(W.REFINEMENTS)
-    assert list(kl) == ["none", "paper", *parts, *(f"no {part}" for part in parts), "refined"]
-    assert len(set(kl.values())) == len(kl)
-
-@pytest.mark.parametrize("which", ["", "k_proj", "v_proj", "o_proj"])
-def test_transforms_of_other_weights_are_refused_and_both_named(which, report, shelf, tmp_path, capsys):
-    """P43: same shapes, other weights; or only one kind of projection differs, as after merging a LoRA."""
-    folder = edited(shelf, tmp_path)
-    weights = load_file(folder / "model.safetensors")
-    save_file({n: w * 1.1 if which in n else w for n, w in weights.items()}, folder / "model.safetensors")
-    said = refusal(argv(shelf, "--transforms", report.file, folder=folder), capsys)
-    assert str(folder) in said and str(shelf.folder) in said
-
-@pytest.mark.parametrize("flags, bits", [("", (2, 2)), ("--bits 3", (3, 3)), ("--k-bits 4", (4, 2)),
-                                         ("--v-bits 8", (2, 8)), ("--k-bits 4 --v-bits 16", (4, 16)),
-                                         ("--k-bits 16 --v-bits 2", (16, 2))])
-def test_bits_flags_set_their_side_and_2_is_the_default(flags, bits, shelf, tmp_path, caches):
-    """P50: in the figures and in the caches that decode."""
-    f = figures(shelf, tmp_path, *flags.split(), "--task", "generate", "--transform", "hadamard")
-    assert (f["k_bits"], f["v_bits"]) == bits
-    assert {(c.k.codec.bits, c.v.codec.bits) for c in caches} == {bits}
-    assert all((c.k.T is None) == (bits[0] == 16) for c in caches)         # off is off: no transform either
-
-def test_refusal_leaves_no_file_behind_and_old_ones_as_they_were(shelf, tmp_path, capsys):
-    (tmp_path / "old").write_text("old")
-    for name in "old", "new":
-        out = "--json", tmp_path / name, "--save", tmp_path / (name + ".pt")
-        refusal(argv(shelf, *out, "--eval", tmp_path / "none"), capsys)
-    assert [p.name for p in tmp_path.iterdir()] == ["old"] and (tmp_path / "old").read_text() == "old"
-
-def test_generate_does_not_mind_the_lengths_of_calibration_and_evaluation(shelf):
-    """Their defaults, 1024 and 2048, are over this model's 512 positions; neither text is read."""
-    flags = "--task generate --transform hadamard --max-new-tokens 2".split()
-    W.main(["--model", str(shelf.folder), *flags])
-
-def test_16_bits_is_off(report, shelf, tmp_path):
-    off = figures(shelf, tmp_path, "--bits", 16)
-    for key in "perplexity", "text", "module_error", "kl":
-        assert off[key] == {"none": report.figures[key]["none"]}
-    assert off["effective_bits"] == 16
-
-def test_report_is_strict_json(shelf, tmp_path):
-    """One sequence has no standard error; NaN is no JSON."""
-    W.main(argv(shelf, "--eval-seqs", 1, "--task", "ppl", "--json", tmp_path / "x"))
-    json.loads((tmp_path / "x").read_text(), parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
-
-def test_same_seed_gives_the_same_text(shelf, capsys, report):
-    texts = []
-    for seed in 1, 1, 2:
-        capsys.readouterr()
-        flags = "--transforms", report.file, "--temperature", 1.5, "--seed", seed
-        W.main(argv(shelf, "--task", "generate", *flags))
-        texts.append(capsys.readouterr().out)
-    assert texts[0] == texts[1] != texts[2]
-
-@pytest.mark.parametrize("flags, thinking", [([], False), (["--thinking"], True), (["--raw"], None)])
-def test_prompt_goes_through_the_chat_template_unless_raw(flags, thinking, shelf, monkeypatch, report):
-    """P14."""
-    given_, tok = [], shelf.tokenizer
-    monkeypatch.setattr(W, "decode", lambda model, cache, prompts, *_: given_.extend(prompts) or iter([]))
-    W.main(argv(shelf, "--task", "generate", "--transforms", report.file, "--prompt", "Why?", *flags))
-    text = "Why?" if thinking is None else "<user>Why?<bot>" + "!" * (not thinking)
-    assert given_ == [tok(text)["input_ids"]]
-
-@settings(max_examples=40, deadline=None)
-@given(text=st.text(max_size=12), more=st.binary(max_size=6))
-def test_streamed_pieces_add_up_and_never_cut_a_character(shelf, text, more):
-    """P15, characters of up to four bytes, each byte a token; then bytes that are no text at all."""
-    tok = shelf.tokenizer
-    for text in "ok 🔥 ďábel 你好", text:
-        ids = tok(text)["input_ids"]
-        pieces = list(W.stream_text(tok, iter(ids)))
-        assert "".join(pieces) == tok.decode(ids)
-        assert "\ufffd" in text or not any("\ufffd" in piece for piece in pieces)
-    ids += [int(b) for b in more]
-    assert "".join(W.stream_text(tok, iter(ids))) == tok.decode(ids)
+def test_our_loop_runs_without_transformers_cache_classes(pair, tmp_path):
+    """P30."""
+    pair[0].save_pretrained(tmp_path)
+    code = f"""
+        import sys; sys.modules["transformers.cache_utils"] = None
+        from pathlib import Path
+        import torch, wush_kv as W
+        config = W.read_config(Path({str(tmp_path)!r}))
+        model = W.load_model(Path({str(tmp_path)!r}), config)
+        T = W.derive(W.collect_moments(model, [torch.arange(90)]), "wush")
+        cache = W.new_cache(W.fold_values(model, T["v"]), 1, W.Scheme(W.Codec(), W.Codec(), T), 4, 24, 8)
+        print(len(list(W.decode(model, cache, [list(range(60))], 5))), cache[0].n_packed)
+        try: W.WushCache
+        except ImportError: print("no cache")"""
+    assert in_python(textwrap.dedent(code)).split("\n")[:2] == ["5 [32]", "no cache"]
 
 
 # ---- kernels
@@ -1965,781 +1485,16 @@ for compiled in (decode, encode):
 """)
 
 
-# ---- transformers
-
-ARCHITECTURES = {"llama": {}, "qwen2": {"head_dim": None, "num_attention_heads": 4}, "qwen3": {},
-         "mistral": {"sliding_window": None}}
-
-
-each_attention = lambda f: pytest.mark.filterwarnings("ignore")(
-    pytest.mark.parametrize("attention", ["wush", "sdpa", "eager"])(f))
-
-
-@functools.cache
-def their_model(kind, attention="wush", **changes):
-    """Make transformers' model of a kind, with an attention, and random transforms of condition 9."""
-    W.WushCache                                          # the name registers attention "wush"
-    hf = tiny(kind, **ARCHITECTURES[kind] | changes).requires_grad_(False)
-    hf.set_attn_implementation(attention)
-    return hf, {"k": transforms(hf, 9.0, 3), "v": transforms(hf, 9.0, 4)}
-
-
-class Numbers:
-    """A tokenizer of texts that are token ids."""
-    def __call__(self, text, **how):
-        return {"input_ids": [int(word) for word in text.split()]}
-
-
-NUMBERS = " ".join(map(str, tokens(600, seed=8).tolist()))
-
-
-def padded(*lengths):
-    """Draw prompts of these lengths: their ids with padding 0 at the left, and the mask."""
-    mask = (torch.arange(max(lengths)) >= max(lengths) - torch.tensor(lengths)[:, None]).long()
-    return mask * (1 + tokens(*mask.shape, seed=len(lengths))), mask
-
-
-def generated(hf, ids, cache=None, mask=None, steps=36, **how):
-    """Generate greedily, to no end token, with transformers' own cache if `cache` is None."""
-    mask, how = torch.ones_like(ids) if mask is None else mask, dict(pad_token_id=0, eos_token_id=256) | how
-    return hf.generate(ids, attention_mask=mask, do_sample=False, max_new_tokens=steps,
-                       **how | ({"past_key_values": cache} if cache is not None else {}))
-
-
-@torch.no_grad()
-def through(hf, ids, cache, cuts=1000, **how):
-    """Feed ids (b, t) in calls of `cuts` tokens through a cache: logits (b, t, v)."""
-    return torch.cat([hf(part, past_key_values=cache, **how).logits for part in ids.split(cuts, 1)], 1)
-
-
-@each_attention
-@pytest.mark.parametrize("kind", ARCHITECTURES)
-def test_generation_with_quantization_off_gives_the_tokens_of_transformers_own_cache(kind, attention):
-    """P47, P27. Greedy, beams, left-padded, with guesses from the prompt and from another model."""
-    (hf, T), plain = their_model(kind, attention), their_model(kind, "sdpa")[0]
-    ids, mask = padded(50, 21, 37)
-    cycle = torch.arange(1, 20).repeat(3)[None]          # guesses from it are sometimes right
-    guess = tiny("llama", seed=1, num_hidden_layers=1).requires_grad_(False)
-    for row, how in ((ids[:1], {}), (ids[:1], {"num_beams": 3, "num_return_sequences": 2}),
-                     (ids, {"mask": mask}), (ids, {"mask": mask, "num_beams": 2}),
-                     (cycle, {"prompt_lookup_num_tokens": 4}), (cycle, {"assistant_model": guess})):
-        cache = W.WushCache(hf.config, T, bits=16, **WINDOWS)
-        got = generated(hf, row, cache, **how)
-        assert torch.equal(got, generated(plain, row, **how)), how
-        assert type(cache.get_seq_length()) is int and cache.is_initialized
-        assert max(cache.layers[1].window.n_packed) >= 3 * 8                   # the transforms were at work
-
-
-@each_attention
-@pytest.mark.parametrize("kind", ARCHITECTURES)
-def test_eight_bits_move_logits_by_less_than_a_hundredth(kind, attention):
-    """P24: two bits move them by more. Weights as transformers draws them, T calibrated; one warning."""
-    hf, ids = their_model(kind, attention, initializer_range=0.02)[0], tokens(2, 120)
-    T = W.calibrate(hf, Numbers(), NUMBERS, length=200, refine=())
-    run = lambda bits: through(hf, ids, W.WushCache(hf.config, T, bits, **WINDOWS), [80] + [1] * 40)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        off = run(16)
-    said = [str(w.message) for w in caught if w.category is UserWarning]
-    assert ["set_attn_implementation('wush')" in text for text in said] == [True] * (attention != "wush")
-    assert distance(off, reference(hf, ids)) < 1e-4 and off.std() > 0.1
-    assert distance(run(8), off) < 1e-2 < distance(run(2), off)
-
-
-@pytest.mark.parametrize("refine", [(), tuple(W.REFINEMENTS)])
-def test_padded_rows_at_2_bits_get_the_tokens_they_get_alone_though_one_ends_early(refine):
-    """P17, P19, P20. The unpadded row ends at its second token; the padding's id makes no difference."""
-    hf, (ids, mask) = their_model("qwen3")[0], padded(60, 33, 48)
-    T = W.calibrate(hf, Numbers(), NUMBERS, length=200, refine=refine)
-    make = lambda: W.WushCache(hf.config, T, **WINDOWS)
-    alone = [generated(hf, row[None, keep.bool()], make())[0, keep.sum():] for row, keep in zip(ids, mask)]
-    cache, ends = make(), lambda ids, scores: torch.tensor([ids.shape[1] >= 62, False, False])
-    batch = generated(hf, ids + 7 * (1 - mask), cache, mask, stopping_criteria=[ends], pad_token_id=9)[:, 60:]
-    assert batch[0].tolist() == [*alone[0][:2], *[9] * 34]
-    assert all(torch.equal(batch[i], alone[i]) for i in (1, 2))
-    assert cache.layers[0].window.n == [95, 68, 83] and cache.get_seq_length() == 95
-    off = generated(hf, ids, W.WushCache(hf.config, T, 16, **WINDOWS), mask)[:, 60:]
-    assert not torch.equal(off[1:], batch[1:])
-
-
-@each_attention
-@pytest.mark.parametrize("transform", ["wush", "wush_a", "oscar"])
-def test_calibrating_transformers_model_gives_what_calibrating_ours_gives(transform, attention):
-    """Signs of eigenvectors are not in TᵀT; float32 noise grows by 1 + d/γ at most (P41). F is T's own."""
-    hf = tiny(attention_bias=True).requires_grad_(False).train()
-    W.WushCache                                          # registers "wush"
-    hf.set_attn_implementation(attention)
-    hf.model.layers[1].eval()
-    state = lambda: [(m.training, sorted(m.__dict__)) for m in hf.modules()], hf.config._attn_implementation
-    before, refine = (state[0](), state[1]), tuple(W.REFINEMENTS)
-    texts = [NUMBERS[:500], NUMBERS[500:]]
-    got = W.calibrate(hf, Numbers(), texts, length=150, sequences=3, transform=transform)
-    assert (state[0](), hf.config._attn_implementation) == before
-    with pytest.raises(IndexError):                      # a token beyond the vocabulary
-        W.calibrate(hf, Numbers(), "1 2 999")
-    assert (state[0](), hf.config._attn_implementation) == before
-    ours = W.Model(hf.config, hf.state_dict(), *W.rope_frequencies(hf.config))
-    ids = sum((Numbers()(text)["input_ids"] for text in texts), [])
-    moments = W.collect_moments(ours, list(torch.tensor(ids[:450]).split(150)), transform == "wush_a")
-    want = W.derive(moments, transform, None, refine if "wush" in transform else ())
-    assert got.keys() == want.keys() and len(got) == (2 if transform == "oscar" else 4)
-    for side, (_, hess) in zip("kv", W.TRANSFORMS[transform][1:]):
-        assert close(moment(got[side].double()), moment(want[side].double()), 1e-4)
-        if "k_feedback" in got:
-            assert close(got[side + "_feedback"], W.feedback(got[side], moments[hess], True).float(), 1e-3)
-
-
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("attention", ["wush", "sdpa"])
-@pytest.mark.parametrize("refine", [(), ("feedback", "step"), tuple(W.REFINEMENTS)])
-def test_perplexity_through_transformers_equals_perplexity_of_our_loop(refine, attention, tmp_path):
-    """P45: 300 tokens in calls of 16, to 1e-3 relative; and quantization moves it by more."""
-    hf, model = saved(tmp_path)
-    W.WushCache
-    hf.set_attn_implementation(attention)
-    T = W.calibrate(hf, Numbers(), NUMBERS, length=200, refine=refine)
-    codec, ids = W.codecs(W.Options(bits=2), refine)[0], tokens(1, 300, seed=9)
-    said = {} if len(refine) in (0, 4) else {"refine": refine}           # the cache finds out all or none
-    want = W.perplexity(model, [ids[0]], {"T": W.Scheme(codec, codec, T)}, **WINDOWS)
-    scores = through(hf, ids, W.WushCache(hf.config, T, **WINDOWS, **said), 16)[0, :-1].log_softmax(-1)
-    nll = -scores.gather(1, ids[0, 1:, None]).mean().item()
-    assert math.exp(nll) == pytest.approx(want["T"]["perplexity"][0], rel=1e-3)
-    assert abs(math.log(want["none"]["perplexity"][0]) - nll) > 1e-3
-
-
-def whole(seed, *shape):
-    return torch.randint(-4, 5, shape, generator=torch.Generator().manual_seed(seed)).float()
-
-
-class Operations(stateful.RuleBasedStateMachine):
-    """The window cache against lists of its tokens; T and they are whole, so sums are exact in any order."""
-    T, codec, sink, keep, flush = whole_T(5), Codec(3), 3, 17, 5
-    sides = W.Side(T, codec), W.Side(codec=codec)
-    empty = lambda self, batch: W.WindowCache(batch, 2, 16, *self.sides, 3, 17, 5)
-
-    @stateful.initialize(batch=st.integers(1, 3))
-    def make(self, batch):
-        self.cache = self.empty(batch)
-        self.rows = [[] for _ in range(batch)]           # of tokens: [k, v] (g, d), then [k, v, packed bytes]
-
-    @stateful.rule(t=st.integers(1, 40), seed=seeds, padding=st.integers(0, 50))
-    def append(self, t, seed, padding):
-        k, v, q = whole(seed, 3, len(self.rows), 2, t, 16)
-        pad, q = [max(0, padding - 20 * i) % (t + 1) for i in range(len(self.rows))], q[:, :, None] / 4
-        o, before = self.cache.attend(q, k, v, pad), [*map(len, self.rows)]
-        for i, row in enumerate(self.rows):
-            new = [[k[i, :, j], v[i, :, j]] for j in range(pad[i], t)]
-            seen = [self.stored(token) for token in row] + new
-            row += new
-            if pad[i] < t:
-                K, V = (torch.stack(x, 1) for x in zip(*seen))
-                want = softmax_attention(q[i, :, :, pad[i]:], K, V, before[i])
-                assert distance(o[i, :, :, pad[i]:], want) < 1e-3
-            done = sum(len(token) > 2 for token in row)
-            due = (len(row) - self.sink - done - self.keep) // self.flush * self.flush
-            for token in row[self.sink + done:self.sink + done + max(due, 0)]:
-                token.append(self.packed(token))
-
-    def packed(self, token):
-        k = W.quantize(W.apply(self.T, token[0][None, :, None]), self.codec)
-        return *k, *W.quantize(token[1][None, :, None], self.codec)
-
-    def stored(self, token):
-        if len(token) == 2:
-            return token
-        k, v = W.dequantize(*token[2][:3]), W.dequantize(*token[2][3:])
-        return W.apply(torch.linalg.inv(self.T.double()), k)[0, :, 0], v[0, :, 0]
-
-    @stateful.rule(count=st.integers(0, 60))
-    def crop(self, count):
-        self.cache.crop(count)
-        self.rows = [row[:max(len(row) - count, 0)] for row in self.rows]
-
-    @stateful.rule(dice=st.randoms(use_true_random=False), size=st.integers(1, 3))
-    def select(self, dice, size):
-        """A larger size repeats rows, as beams do."""
-        rows = [dice.randrange(len(self.rows)) for _ in range(size)]
-        self.cache.select(torch.tensor(rows))
-        self.rows = [[[*token] for token in self.rows[i]] for i in rows]
-
-    @stateful.precondition(lambda self: len(self.rows) < 3)
-    @stateful.rule()
-    def repeat(self):
-        self.cache.select(torch.arange(len(self.cache.n)).repeat_interleave(2))
-        self.rows = [[[*token] for token in row] for row in self.rows for _ in range(2)]
-
-    @stateful.rule()
-    def save_and_restore(self):
-        state, old, self.cache = self.cache.state(), self.cache, self.empty(1)
-        x = torch.ones(len(self.rows), 2, 30, 16)
-        old.attend(x[:, :, None], x, x)                  # what the old one does later is not in the state
-        self.cache.restore(state)
-
-    @stateful.precondition(lambda self: sum(map(len, self.rows)) > 150)
-    @stateful.rule()
-    def reset(self):
-        self.cache.crop(max(self.cache.n))
-        self.rows = [[] for _ in self.rows]
-
-    @stateful.invariant()
-    def equal(self):
-        cache = self.cache
-        assert cache.n == [*map(len, self.rows)]
-        assert cache.n_packed == [sum(len(token) > 2 for token in row) for row in self.rows]
-        longest = max(cache.n)
-        all_read = [W.apply(self.T, cache.read(0, longest)), cache.read(1, longest)]
-        for i, row in enumerate(self.rows):
-            for side, packed in enumerate((cache.k, cache.v)):
-                s, p, r = len(row[:self.sink]), *cache.sizes(i)[1:]
-                held = torch.cat([cache.sinks[side][i, :, :s], cache.recent[side][i, :, :r]], 1)
-                exact = [token[side] for token in row if len(token) == 2]
-                assert torch.equal(held, torch.stack(exact, 1) if exact else held[:, :0])
-                if p:
-                    frozen = [torch.cat(x, 2)[0] for x in zip(*(token[2] for token in row if len(token) > 2))]
-                    codes, scale, offset = frozen[3 * side:3 * side + 3]
-                    assert torch.equal(packed.codes[i, :, :p], pack_ref(codes, 3))
-                    assert torch.equal(packed.pair[i, :, :p], join_pair(scale, offset))
-                    read = all_read[side][i, :, longest - len(row) + self.sink:][:, :p]
-                    assert distance(read, W.dequantize(codes, scale, offset)) < 1e-3
-
-
-TestOperations = Operations.TestCase
-TestOperations.settings = settings(max_examples=12, stateful_step_count=18, deadline=None)
-
-
-# --- What users do to a cache.
-
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("attention", ["wush", "sdpa"])
-@pytest.mark.parametrize("bits, question", [(16, 60), (2, 5)])
-def test_second_question_over_a_cached_context_is_answered_as_by_a_fresh_cache(bits, question, attention):
-    """P27. A long first answer packs some of the context, which only shows with quantization on."""
-    hf, T = their_model("qwen3", attention)
-    context, first, second = tokens(1, 71), tokens(1, question, seed=5), tokens(1, 9, seed=6)
-    make = lambda: W.WushCache(hf.config, T, bits, sink=4, keep=16, flush=24)
-    cache = make()
-    prefix = through(hf, context, cache)
-    generated(hf, torch.cat([context, first], 1), cache, steps=3)
-    used = question + 2                                  # the last token of an answer is never fed back
-    assert cache.get_seq_length() == 71 + used and cache.get_mask_sizes(5, 0) == (76 + used, 0)
-    cache.crop(-used)
-    assert cache.get_seq_length() == 71 and type(cache.get_seq_length()) is int
-    both, fresh = torch.cat([context, second], 1), make()
-    through(hf, context, fresh)
-    again = generated(hf, both, cache, steps=20)
-    assert torch.equal(again, generated(hf, both, fresh, steps=20))
-    cache.reset()
-    assert cache.get_seq_length() == 0 and cache.nbytes == 0
-    assert distance(through(hf, context, cache), prefix) == 0
-    assert prefix.dtype == cache.layers[0].update(*torch.zeros(2, 1, 2, 1, 16).to(prefix.dtype))[0].dtype
-
-
-@pytest.mark.parametrize("length", [2, 4, 20, 52, 53, 60, 79, 0])
-@pytest.mark.parametrize("old", [False, True])
-def test_cropping_into_any_region_equals_never_having_fed_what_was_cropped(length, old):
-    """80 tokens are 4 sinks, 48 packed and 28 recent. Both ways to name the length; -1 too much is all."""
-    hf, T = their_model("qwen3")
-    ids, more, cache = tokens(2, 80), tokens(2, 9, seed=4), W.WushCache(hf.config, T, 16, **WINDOWS)
-    through(hf, ids, cache)
-    assert [cache.layers[0].window.sizes(row) for row in (0, 1)] == [(4, 48, 28)] * 2
-    cache.crop(length) if old and length else cache.crop(length - 80 - (length == 0))
-    assert cache.get_seq_length() == length
-    assert cache.layers[1].window.n_packed == [min(48, max(length - 4, 0))] * 2
-    want = reference(hf, torch.cat([ids[:, :length], more], 1))[:, length:]
-    assert distance(through(hf, more, cache, [5, 1, 3]), want) < 1e-4
-    cache.crop(0)
-    assert cache.get_seq_length() == length + 9
-
-
-def test_rows_can_be_reordered_selected_and_repeated():
-    hf, T = their_model("qwen3")
-    (ids, mask), more = padded(60, 41, 53), tokens(6, 4, seed=4)
-    cache = W.WushCache(hf.config, T, 16, **WINDOWS)
-    with torch.no_grad():
-        hf(ids, attention_mask=mask, past_key_values=cache, position_ids=(mask.cumsum(1) - 1).clamp(min=0))
-    cache.reorder_cache(torch.tensor([2, 0, 1]))
-    cache.batch_select_indices(torch.tensor([0, 2]))
-    cache.batch_repeat_interleave(3)
-    rows = [2] * 3 + [1] * 3
-    assert cache.layers[0].window.n == [53] * 3 + [41] * 3 and cache.get_seq_length() == 60
-    positions = mask[rows].sum(1, keepdim=True) + torch.arange(4)
-    seen = torch.cat([mask[rows], torch.ones_like(more)], 1)
-    got = through(hf, more, cache, attention_mask=seen, position_ids=positions)
-    for i, row in enumerate(rows):
-        alone = torch.cat([ids[row][mask[row].bool()], more[i]])[None]
-        assert distance(got[i], reference(hf, alone)[0, -4:]) < 1e-4
-
-
-@pytest.mark.parametrize("k_bits, v_bits", [(2, 2), (16, 3)])
-def test_cache_read_back_from_disk_goes_on_bit_for_bit(k_bits, v_bits, tmp_path):
-    """And a deep copy, which examples make of a prompt's cache; batches of other lengths too."""
-    hf, (ids, mask) = their_model("qwen3")[0], padded(60, 47)
-    T = W.calibrate(hf, Numbers(), NUMBERS, length=200)
-    cache = W.WushCache(hf.config, T, k_bits=k_bits, v_bits=v_bits, **WINDOWS)
-    through(hf, ids[:, :50], cache, attention_mask=mask[:, :50])
-    cache.save(tmp_path / "cache.pt")
-    back, copied = W.WushCache.load(tmp_path / "cache.pt", hf.config), copy.deepcopy(cache)
-    assert back.get_seq_length() == 50 and back.layers[0].window.n == [50, 37]
-    want = generated(hf, ids, cache, mask)
-    assert torch.equal(generated(hf, ids, copied, mask), want)
-    assert torch.equal(generated(hf, ids, back, mask), want)
-    for ours, theirs in zip(cache.layers, back.layers):
-        a, b = ours.window.state(), theirs.window.state()
-        assert a["n"] == b["n"] and all(torch.equal(x, y) for key in ("sinks", "recent", "packed")
-                                        for x, y in zip(a[key], b[key]))
-    empty = W.WushCache(hf.config, T)
-    empty.save(tmp_path / "cache.pt")
-    assert not W.WushCache.load(tmp_path / "cache.pt", hf.config).is_initialized
-
-
-def test_wush_attention_without_its_cache_is_sdpa():
-    from transformers import DynamicCache
-    hf, (ids, mask) = their_model("llama")[0], padded(40, 22)
-    plain = their_model("llama", "sdpa")[0]
-    for how in {"use_cache": False}, {"past_key_values": DynamicCache(config=hf.config)}:
-        with torch.no_grad():
-            a, b = (m(ids, attention_mask=mask, **copy.deepcopy(how)).logits for m in (hf, plain))
-        assert torch.equal(a, b)
-
-
-@pytest.mark.filterwarnings("ignore")
-@each_attention
-def test_scores_are_scaled_as_the_model_says(attention):
-    hf = tiny().requires_grad_(False)
-    W.WushCache
-    hf.set_attn_implementation("sdpa")
-    for layer in hf.model.layers:
-        layer.self_attn.scaling = 0.1
-    ids = tokens(1, 80)
-    want, T = reference(hf, ids), {"k": transforms(hf), "v": transforms(hf)}
-    hf.set_attn_implementation(attention)
-    got = through(hf, ids, W.WushCache(hf.config, T, 16, **WINDOWS), [60] + [1] * 20)
-    assert distance(got, want) < 1e-4 < distance(want, reference(their_model("qwen3")[0], ids))
-
-
-def refusing(hf, T):
-    return lambda: W.calibrate(hf, Numbers(), NUMBERS), lambda: W.folded_values(hf, T["v"]).__enter__()
-
-
-@pytest.mark.filterwarnings("ignore")
-@each_attention
-def test_gradients_are_refused_on_the_way_back_and_only_there(attention):
-    hf, ids = tiny(), tokens(1, 60)
-    W.WushCache
-    hf.set_attn_implementation(attention)
-    out = hf(ids, past_key_values=W.WushCache(hf.config, their_model("qwen3")[1], 16, **WINDOWS)).logits
-    assert distance(out, reference(hf, ids)) < 1e-4
-    with pytest.raises(ValueError, match="gradients"):
-        out.sum().backward()
-
-
-@pytest.mark.filterwarnings("ignore")
-@each_attention
-def test_logits_with_quantization_off_in_bfloat16_and_keys_and_values_are_transformers_own(attention):
-    """P47, P16. 3e-2 of the largest, some of bfloat16's steps of 2^-8; in float32 1e-4, with blocks of T."""
-    from transformers import DynamicCache
-    ids, T = tokens(2, 120), {side: transforms(their_model("qwen3")[0], 4.0) for side in "kv"}
-    hf = tiny().requires_grad_(False).bfloat16()
-    want, cache = reference(hf, ids), W.WushCache(hf.config, T, 16, **WINDOWS)
-    hf.set_attn_implementation(attention)
-    got = through(hf, ids, cache, [60] + [1] * 60)
-    assert got.dtype == torch.bfloat16 and distance(got, want) < 3e-2 * want.abs().max()
-    hf, own = their_model("qwen3", attention)[0], DynamicCache()
-    T = W.calibrate(hf, Numbers(), NUMBERS, length=200, group=8)
-    cache = W.WushCache(hf.config, T, 16, **WINDOWS)
-    through(hf, ids, own), through(hf, ids, cache, [60] + [1] * 60)
-    for ours, theirs in zip(cache.layers, own.layers):
-        assert ours.scheme.k_codec.group == 8 and ours.window.k.T.shape == (2, 2, 8, 8)
-        assert distance(ours.keys, theirs.keys) < 1e-4 and distance(ours.values, theirs.values) < 1e-4
-
-
-# --- Folding, sharding, devices, files for serving.
-
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("attention", ["wush", "sdpa"])
-def test_folding_values_changes_no_logits_and_is_undone_bit_for_bit(attention):
-    """A cache notices a fold, in the middle of a text too; one of other transforms is refused."""
-    hf, T = tiny(attention_bias=True).requires_grad_(False), their_model("qwen3")[1]
-    hf.set_attn_implementation(attention)
-    before, ids = {name: p.clone() for name, p in hf.named_parameters()}, tokens(1, 100)
-    want, cache = reference(hf, ids), W.WushCache(hf.config, T, 16, **WINDOWS)
-    got = [through(hf, ids[:, :40], cache)]
-    with W.folded_values(hf, T["v"]):
-        name = "model.layers.0.self_attn.v_proj.weight"
-        assert distance(hf.get_parameter(name), before[name]) > 0.1
-        got.append(through(hf, ids[:, 40:80], cache, 1))
-        assert distance(reference(hf, ids), want) < 1e-4
-        for refused in refusing(hf, T):
-            with pytest.raises(ValueError, match="folded"):
-                refused()
-        other = W.WushCache(hf.config, T | {"v": T["k"]}, 16)
-        with pytest.raises(ValueError, match="another T_V"):
-            through(hf, ids, other)
-    got.append(through(hf, ids[:, 80:], cache))
-    assert distance(torch.cat(got, 1), want) < 1e-4
-    with pytest.raises(ZeroDivisionError), W.folded_values(hf, T["v"]):
-        1 / 0
-    with pytest.raises(ValueError), W.folded_values(hf, T["v"][:1]):
-        pass
-    assert all(torch.equal(p, before[name]) for name, p in hf.named_parameters())
-    assert torch.equal(reference(hf, ids), want)
-
-
-@pytest.mark.parametrize("heads, world_size, want", [
-    (8, 1, [[0, 1, 2, 3, 4, 5, 6, 7]]), (4, 2, [[0, 1], [2, 3]]), (2, 2, [[0], [1]]),
-    (2, 8, [[0], [0], [0], [0], [1], [1], [1], [1]]), (1, 3, [[0]] * 3),
-    (6, 4, None), (3, 2, None), (2, 0, None)])
-def test_each_rank_gets_the_transforms_of_its_heads(heads, world_size, want):
-    T = {"k": normal(0, 2, heads, 1, 4, 4), "k_feedback": normal(1, 2, heads, 1, 4, 4)}
-    if want is None:
-        with pytest.raises(ValueError):
-            W.shard_transforms(T, 0, world_size)
-        return
-    for rank, own in enumerate(want):
-        got = W.shard_transforms(T, rank, world_size)
-        assert all(torch.equal(x, T[key][:, own]) for key, x in got.items())
-    for rank in (-1, world_size):
-        with pytest.raises(ValueError, match="rank"):
-            W.shard_transforms(T, rank, world_size)
-
-
-def test_model_that_accelerate_has_dispatched_is_calibrated_and_served(tmp_path):
-    """Two places: the CPU, and the disk, from which accelerate's hooks bring the weights in time."""
-    accelerate = pytest.importorskip("accelerate")
-    hf, T = tiny().requires_grad_(False), their_model("qwen3")[1]
-    W.WushCache
-    hf.set_attn_implementation("wush")
-    ids, text = tokens(1, 50), NUMBERS[:800]
-    want, tensors = generated(hf, ids), W.calibrate(hf, Numbers(), text)
-    on_cpu = "model.embed_tokens", "model.layers.0", "model.norm", "model.rotary_emb", "lm_head"
-    places = dict.fromkeys(on_cpu, "cpu") | {"model.layers.1": "disk"}
-    hf = accelerate.dispatch_model(hf, places, main_device="cpu", offload_dir=tmp_path)
-    assert hf.model.layers[1].self_attn.o_proj.weight.is_meta
-    assert torch.equal(generated(hf, ids, W.WushCache(hf.config, T, 16, **WINDOWS)), want)
-    assert all(torch.equal(x, tensors[key]) for key, x in W.calibrate(hf, Numbers(), text).items())
-    with pytest.raises(ValueError, match="plain weights"), W.folded_values(hf, T["v"]):
-        pass
-
-
-def test_each_layer_lives_where_its_keys_are_and_moves_with_them():
-    """A device that holds no numbers stands for a second one."""
-    hf, T = their_model("qwen3")
-    keys = lambda device: torch.zeros(1, 2, 30, 16, device=device).bfloat16()
-    cache = W.WushCache(hf.config, T, **WINDOWS)
-    cache.layers[0].lazy_initialization(keys("cpu"))
-    cache.layers[1].lazy_initialization(keys("meta"))
-    for layer, device in zip(cache.layers, ("cpu", "meta")):
-        tensors = *layer.window.sinks, layer.window.k.T, layer.window.T_query, layer.window.v.codes, layer.T_V
-        assert {x.device.type for x in tensors} == {device} and layer.window.recent[0].dtype == torch.bfloat16
-    cache.layers[0].lazy_initialization(keys("meta"))
-    assert cache.layers[0].window.recent[0].is_meta
-
-
-def test_saved_transforms_are_what_serving_reads(pair, tmp_path):
-    """Rules of spec.md, 7: the four products of row vectors leave the scores and the outputs as they were."""
-    model, path = pair[1], str(tmp_path / "WUSH.pt")
-    T = W.derive(W.collect_moments(model, [tokens(200)]), "wush")
-    W.save_transforms(path, T, {})
-    served = torch.load(path, weights_only=True)
-    assert served.keys() == {"k", "v"} and len({t.dtype for t in served.values()}) == 1
-    for t in served.values():
-        assert t.shape == (2, 2, 1, 16, 16) and t.is_floating_point() and t.isfinite().all()
-        assert torch.linalg.cond(t.double()).max() < 1e3 and t.device.type == "cpu"
-    q, (k, v) = normal(0, 2, 2, 3, 7, 16), normal(1, 2, 2, 2, 1, 9, 16)      # (l, g, r, t, d)
-    O, (T_K, T_V) = normal(3, 2, 2, 3, 16, 64), (served[side].double() for side in "kv")
-    inverse = torch.linalg.inv
-    assert close((q @ inverse(T_K)) @ (k @ T_K.mT).mT, q @ k.mT, 1e-9)
-    p = (q @ k.mT).softmax(-1)
-    assert close(p @ (v @ T_V.mT) @ (inverse(T_V).mT @ O), p @ v @ O, 1e-9)
-    assert not close(p @ (v @ T_V.mT) @ (inverse(T_V) @ O), p @ v @ O, 1e-1)
-    loaded = W.load_transforms(path)
-    assert all(torch.equal(loaded[side], T[side]) for side in "kv")
-    torch.save({"k": T["k"], "v": T["v"][:, :1]}, path)
-    with pytest.raises(ValueError, match="of shape"):
-        W.load_transforms(path)
-
-
-# --- What must not happen.
-
-@pytest.mark.parametrize("kind, changes, words", [
-    ("mistral", {"sliding_window": 16}, "full attention"), ("qwen2", {"head_dim": 24}, "head_dim 24"),
-    ("qwen2", {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 1}, "full attention"),
-    ("qwen3", {"layer_types": ["full_attention", "sliding_attention"]}, "full attention")])
-def test_model_that_a_window_cache_would_serve_wrongly_is_refused(kind, changes, words):
-    """P08, P31."""
-    hf, T = tiny(kind, **changes), their_model("qwen3")[1]
-    for refused in (*refusing(hf, T), lambda: W.WushCache(hf.config, T)):
-        with pytest.raises(ValueError, match=words) as caught:
-            refused()
-        assert str(caught.value).count(".") < 2 and len(str(caught.value)) < 120
-
-
-def test_model_without_the_usual_projections_is_refused():
-    hf, T = tiny(), their_model("qwen3")[1]
-    hf.model.layers[1].self_attn.dense = hf.model.layers[1].self_attn.o_proj
-    del hf.model.layers[1].self_attn.o_proj
-    for refused in refusing(hf, T):
-        with pytest.raises(ValueError, match="o_proj"):
-            refused()
-
-
-CAUSAL = torch.ones(2, 1, 16, 16).tril().bool()
-
-
-@pytest.mark.parametrize("mask, words", [
-    (torch.tensor([[1] * 15 + [0], [1] * 16]), "left only"), (CAUSAL | True, "left only"),
-    (torch.tensor([[0, 0, 1, 1, 0] + [1] * 11] * 2), "left only"), (CAUSAL[..., :12], "left only"),
-    (CAUSAL.expand(2, 8, 16, 16), "left only"), (-(~CAUSAL).float(), "left only"), (CAUSAL[:1], None),
-    (-3e38 * (~CAUSAL).float(), None), (torch.tensor([[0] * 16, [0] * 7 + [1] * 9]), None), (None, None)])
-def test_mask_is_left_padding_and_causal_or_refused(mask, words):
-    hf, T = their_model("qwen3")
-    run = lambda: through(hf, tokens(2, 16), W.WushCache(hf.config, T, **WINDOWS), attention_mask=mask)
-    if words is None:
-        assert run().isfinite().all()
-        return
-    with pytest.raises(ValueError, match=words):
-        run()
-
-
-def test_padding_that_the_cache_does_not_know_is_refused():
-    hf, T = their_model("qwen3")
-    (ids, mask), cache = padded(20, 13), W.WushCache(hf.config, T, **WINDOWS)
-    through(hf, ids, cache, attention_mask=mask)
-    for later in (None, torch.ones(2, 21, dtype=torch.long)):
-        with pytest.raises(ValueError, match="hides other columns"):
-            through(hf, ids[:, :1], copy.deepcopy(cache), attention_mask=later)
-    with pytest.raises(ValueError, match="batch of 1"):
-        through(hf, ids[:1], cache)
-
-
-def test_prompt_fed_in_calls_of_which_some_rows_see_only_padding_equals_rows_alone():
-    hf, T = their_model("qwen3")
-    (ids, mask), cache = padded(60, 13, 31), W.WushCache(hf.config, T, 16, **WINDOWS)
-    positions, got = (mask.cumsum(1) - 1).clamp(min=0), []
-    for i in range(0, 60, 20):
-        with torch.no_grad():
-            got.append(hf(ids[:, i:i + 20], attention_mask=mask[:, :i + 20], past_key_values=cache,
-                          position_ids=positions[:, i:i + 20]).logits)
-    got = torch.cat(got, 1)
-    assert got.isfinite().all()
-    for i, n in enumerate((60, 13, 31)):
-        assert distance(got[i, 60 - n:], reference(hf, ids[i:i + 1, 60 - n:])[0]) < 1e-4
-
-
-@pytest.mark.parametrize("change, words", [
-    (dict(softcap=30.0), "softcap"), (dict(s_aux=torch.zeros(8)), "s_aux"), (dict(dropout=0.1), "dropout"),
-    (dict(is_causal=False), "is_causal"), (dict(sliding_window=9), "sliding_window")])
-def test_attention_of_another_kind_is_refused(change, words):
-    hf, T = their_model("qwen3")
-    k, v = W.WushCache(hf.config, T).update(*torch.randn(2, 1, 2, 5, 16), 0)
-    with pytest.raises(ValueError, match=words):
-        W.wush_attention(hf.model.layers[0].self_attn, torch.randn(1, 8, 5, 16), k, v, None, 0.25, **change)
-
-
-def test_cache_that_wush_attention_does_not_serve_is_refused_at_the_second_call():
-    """Its config says "wush", the model's sdpa: one call's tokens come back, at first all there are."""
-    hf, T = their_model("qwen3", "sdpa")
-    config = copy.deepcopy(hf.config)
-    config._attn_implementation = "wush"
-    cache, ids = W.WushCache(config, T), tokens(1, 9)
-    assert distance(through(hf, ids, cache), reference(hf, ids)) < 1e-4
-    with pytest.raises(ValueError, match="config"):
-        through(hf, ids, cache)
-    other = W.WushCache(their_model("qwen3")[0].config, T)
-    k, v = other.update(*torch.randn(2, 1, 2, 5, 16), 0)
-    attend = lambda: W.wush_attention(hf.model.layers[0].self_attn, torch.randn(1, 8, 5, 16), k, v, None)
-    attend()
-    with pytest.raises(ValueError, match="another layer"):
-        attend()
-
-
-@pytest.mark.filterwarnings("ignore")
-def test_refusal_leaves_the_cache_fit_for_the_next_call():
-    hf, T = their_model("qwen3")
-    cache, ids, layer = W.WushCache(hf.config, T, 16), tokens(1, 9), hf.model.layers[0].self_attn
-    hf.train()
-    layer.attention_dropout = 0.1
-    with pytest.raises(ValueError, match="dropout"):
-        through(hf, ids, cache)
-    hf.eval()
-    layer.attention_dropout = 0.0
-    assert distance(through(hf, ids, cache), reference(hf, ids)) < 1e-4
-
-
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("attention", ["wush", "sdpa"])
-def test_cache_begun_in_inference_mode_goes_on_outside_of_it(attention):
-    hf, T = their_model("qwen3", attention)
-    cache, ids = W.WushCache(hf.config, T, 16, **WINDOWS), tokens(1, 90)
-    with torch.inference_mode():
-        through(hf, ids[:, :80], cache, 40)
-    assert distance(through(hf, ids[:, 80:], cache, 1), reference(hf, ids)[:, 80:]) < 1e-4
-
-
-@pytest.mark.filterwarnings("ignore")
-def test_copy_of_a_cache_goes_on_by_itself_and_sees_what_becomes_of_the_model():
-    """A prompt's cache is copied for each question: its tokens, not the model's config nor the transforms."""
-    hf, T = tiny().requires_grad_(False), their_model("qwen3")[1]
-    W.WushCache
-    hf.set_attn_implementation("wush")
-    cache, ids = W.WushCache(hf.config, T, 16, **WINDOWS), tokens(1, 100)
-    want = reference(hf, ids)
-    with W.folded_values(hf, T["v"]):
-        through(hf, ids[:, :60], cache)
-        copies = [copy.deepcopy(cache) for _ in range(2)]
-        assert copies[0].layers[0].scheme.tensors["k"] is T["k"]
-        assert distance(through(hf, ids[:, 60:], copies[0], 1), want[:, 60:]) < 1e-4
-    assert distance(through(hf, ids[:, 60:], cache, 1), want[:, 60:]) < 1e-4
-    hf.set_attn_implementation("sdpa")
-    assert distance(through(hf, ids[:, 60:], copies[1], 1), want[:, 60:]) < 1e-4
-
-
-def test_values_are_not_folded_into_weights_with_something_beside_them():
-    """LoRA's matrices act beside the weight: folding the weight alone would be silently wrong."""
-    class Beside(torch.nn.Linear):
-        def __init__(self, linear):
-            super().__init__(linear.in_features, linear.out_features, bias=False)
-            self.lora_A = torch.nn.Parameter(torch.ones(2, linear.in_features))
-
-    hf, T = tiny().requires_grad_(False), their_model("qwen3")[1]
-    for name in "v_proj", "o_proj":
-        attention = hf.model.layers[1].self_attn
-        plain = getattr(attention, name)
-        setattr(attention, name, Beside(plain))
-        with pytest.raises(ValueError, match="LoRA"), W.folded_values(hf, T["v"]):
-            pass
-        setattr(attention, name, plain)
-
-
-def test_parts_of_the_refinement_are_named_in_any_form_or_refused():
-    hf, T = their_model("qwen3")
-    codecs = lambda refine: W.WushCache(hf.config, T, refine=refine).layers[0].scheme[:2]
-    refined = W.refined_codec(2, W.REFINEMENTS)
-    for every in "all", W.REFINEMENTS, W.REFINEMENTS.keys(), iter(W.REFINEMENTS), ",".join(W.REFINEMENTS):
-        assert codecs(every) == (refined, refined)
-    assert codecs("off") == codecs(()) == codecs(None) == (TWO, TWO)
-    for wrong in "feedbck", ["feedback", "x"], "all,off", "":
-        with pytest.raises(ValueError, match="offset"):
-            codecs(wrong)
-        with pytest.raises(ValueError, match="offset"):
-            W.calibrate(hf, Numbers(), NUMBERS, refine=wrong)
-
-
-@pytest.mark.parametrize("how, words", [
-    (dict(transform="nosuch"), "nosuch"), (dict(sequences=0), "no text"), (dict(text=""), "no text")])
-def test_calibration_is_refused_before_it_runs(how, words, monkeypatch):
-    hf, how = tiny(), dict(text=NUMBERS) | how
-    monkeypatch.setattr(hf.base_model, "forward", lambda *_, **__: pytest.fail("it ran"))
-    with pytest.raises(ValueError, match=words):
-        W.calibrate(hf, Numbers(), **how)
-
-
-@pytest.mark.parametrize("how, words", [
-    (dict(bits=5), "bits"), (dict(k_bits=1), "bits"), (dict(keep=-1), "keep"), (dict(flush=0), "flush"),
-    (dict(transforms="layers"), "1 layers"), (dict(transforms="heads"), "heads of"),
-    (dict(transforms="values"), "values"), (dict(transforms="keys"), "keys"),
-    (dict(transforms="feedback", group=8), "feedback")])
-def test_wrong_use_is_refused_in_one_sentence(how, words):
-    hf, T = their_model("qwen3")
-    cut = dict(layers=lambda t: t[:1], heads=lambda t: t[:, :1]).get(how.pop("transforms", ""), lambda t: t)
-    T = {key: cut(t) for key, t in T.items() if words not in (key + "alues", key + "eys")}
-    T |= {"k_feedback": T["k"].triu(1)} if words == "feedback" else {}
-    with pytest.raises(ValueError, match=words):
-        W.WushCache(hf.config, T, **how).update(*torch.randn(2, 1, 2, 5, 16), 0)
-    with pytest.raises(AttributeError):
-        W.NoSuchThing
-
-
-def test_our_loop_runs_without_transformers_cache_classes(pair, tmp_path):
-    """P30."""
-    pair[0].save_pretrained(tmp_path)
-    code = f"""
-        import sys; sys.modules["transformers.cache_utils"] = None
-        from pathlib import Path
-        import torch, wush_kv as W
-        config = W.read_config(Path({str(tmp_path)!r}))
-        model = W.load_model(Path({str(tmp_path)!r}), config)
-        T = W.derive(W.collect_moments(model, [torch.arange(90)]), "wush")
-        cache = W.new_cache(W.fold_values(model, T["v"]), 1, W.Scheme(W.Codec(), W.Codec(), T), 4, 24, 8)
-        print(len(list(W.decode(model, cache, [list(range(60))], 5))), cache[0].n_packed)
-        try: W.WushCache
-        except ImportError: print("no cache")"""
-    assert in_python(textwrap.dedent(code)).split("\n")[:2] == ["5 [32]", "no cache"]
-
-
-@pytest.mark.filterwarnings("ignore")
-def test_example_of_the_readme_runs_as_it_stands(capsys, monkeypatch):
-    """P30. It prints the text and the bytes of 6 layers: 160 tokens of bfloat16 windows, 64 packed."""
-    folder = Path(W.__file__).parent
-    monkeypatch.chdir(folder)
-    example = (folder / "README.md").read_text().split("## Use from transformers")[1].split("```")[1]
-    exec(example.removeprefix("python\n"), {})
-    text, held = capsys.readouterr().out.rsplit(maxsplit=1)
-    assert text.startswith("Tell me where is fancy bred,") and len(text) > 300
-    assert int(held) == 6 * 2 * 2 * (160 * 64 * 2 + 64 * (16 + 4))
-
-
-class Operators(TorchDispatchMode):
-    """Count the operators that run under it and the elements of the largest tensor that one returns anew."""
-    count, largest = 0, 0
-
-    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
-        out = operator(*args, **kwargs or {})
-        if not operator.is_view:
-            self.count += 1
-            sizes = [x.numel() for x in tree_leaves(out) if isinstance(x, torch.Tensor)]
-            self.largest = max(self.largest, *sizes, 0)
-        return out
-
-
-@torch.no_grad()
-def decode_step(hf, n, bits):
-    """Run one step on a cache of n tokens, none of which falls due, under `Operators`."""
-    cache = W.WushCache(hf.config, their_model("qwen3")[1] if len(hf.model.layers) == 2 else {
-        side: transforms(hf, 9.0) for side in "kv"}, bits, **WINDOWS)
-    through(hf, tokens(1, n), cache)
-    assert cache.layers[0].window.n_packed == [n - 28]
-    with Operators() as seen:
-        hf(tokens(1, 1), past_key_values=cache)
-    return seen
-
-
-@pytest.mark.filterwarnings("ignore")
-def test_step_runs_as_many_operators_a_layer_whatever_the_context_and_copies_no_cache():
-    """P35, P33. On a GPU they are launches; reading by sdpa, in contrast, makes copies of n·g·d elements."""
-    hf, deeper = their_model("qwen3")[0], their_model("qwen3", num_hidden_layers=3)[0]
-    short, long = decode_step(hf, 100, 2), decode_step(hf, 908, 2)
-    more = decode_step(deeper, 908, 2)
-    assert short.count == long.count and more.count - long.count <= 120
-    assert long.largest < 908 * 2 * 16 <= decode_step(their_model("qwen3", "sdpa")[0], 908, 2).largest
-
-
-@pytest.mark.filterwarnings("ignore")
-def test_bytes_are_those_of_the_windows_and_the_codes_and_generations_leave_none_behind():
-    """2 layers, heads, sides: 4 + 32 tokens of 16 floats, 64 of 4 + 4 bytes. No tensor outlives its cache."""
-    hf, T = their_model("qwen3")
-    cache = W.WushCache(hf.config, T, **WINDOWS)
-    generated(hf, tokens(1, 60), cache)
-    assert cache.nbytes == 2 * 2 * 2 * ((4 + 32) * 16 * 4 + 64 * (4 + 4))
-    del cache
-    alive = lambda: gc.collect() and sum(isinstance(x, torch.Tensor) for x in gc.get_objects())
-    counts = []
-    for _ in range(4):
-        generated(hf, tokens(2, 30), W.WushCache(hf.config, T, **WINDOWS), steps=4)
-        counts.append(alive())
-    assert counts[1] == counts[3]
-
-
 # ---- the text of the project
 
-@pytest.mark.parametrize("file", ["wush_kv.py", "kernels.py", "test_wush_kv.py"])
-def test_functions_are_short_and_lines_narrow(file):
+@pytest.mark.parametrize("files", ["wush_kv.py", "kernels.py", "test_wush_kv.py", "wush_tools/*.py"])
+def test_functions_are_short_and_lines_narrow(files):
     """At most 40 lines, half of them 12, and 110 columns."""
-    text = (HERE / file).read_text(encoding="utf-8")
+    text = "\n".join(file.read_text(encoding="utf-8") for file in HERE.glob(files))
     functions = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.FunctionDef)]
-    lines = {f.name: f.end_lineno - f.lineno + 1 for f in functions}
-    assert max(map(len, text.splitlines())) <= 110 and np.median([*lines.values()]) <= 12
-    assert not {name for name, count in lines.items() if count > 40}
+    lines = [(f.name, f.end_lineno - f.lineno + 1) for f in functions]
+    assert max(map(len, text.splitlines())) <= 110 and np.median([count for _, count in lines]) <= 12
+    assert not {name for name, count in lines if count > 40}
 
 def table(readme, header):
     """The rows of the README's table whose first column is called `header`, as lists of cells."""
@@ -2759,9 +1514,10 @@ EXAMPLES = {
 def test_whatever_the_readme_says_to_copy_runs_in_a_file_of_its_own(tmp_path):
     """The definitions of a row, and nothing but what it imports, work."""
     rows, seen = table((HERE / "README.md").read_text(encoding="utf-8"), "copy"), set()
-    for names, file, imports, *_ in rows:
-        names = re.findall(r"`(\w+)`", names)
-        source, parts = (HERE / file.strip("`")).read_text(encoding="utf-8"), [imports.strip("`")]
+    for names, files, imports, *_ in rows:
+        names, files = re.findall(r"`(\w+)`", names), re.findall(r"`(.+?)`", files)
+        source = "\n".join((HERE / file).read_text(encoding="utf-8") for file in files)
+        parts = [imports.strip("`")]
         for node in ast.parse(source).body:
             targets = [t.id for t in getattr(node, "targets", []) if isinstance(t, ast.Name)]
             if {getattr(node, "name", None), *targets} & {*names}:
@@ -2779,7 +1535,8 @@ def test_every_table_of_figures_in_the_readme_names_its_command():
     sections = (HERE / "README.md").read_text(encoding="utf-8").split("\n## ")
     figures = [part for part in sections if re.search(r"^\|.*\d\.\d", part, re.M)]
     assert figures
-    assert all(re.search(r"python wush_kv\.py|pytest|python kernels\.py", part) for part in figures)
+    commands = r"python wush_kv\.py|pytest|python kernels\.py|python -m wush_tools\.measure"
+    assert all(re.search(commands, part) for part in figures)
 
 def test_the_readmes_report_is_what_the_command_prints():
     """The cheapest figures again: memory and module error of the bundled model, digit by digit."""
@@ -2801,249 +1558,3 @@ def test_tutorial_shows_functions_as_they_are():
             assert inspect.getsource(eval(name, {"W": W, "kernels": kernels})) in printed
             seen += 1
     assert seen >= 6
-
-# ---- measurements on a real model (MODEL=folder CALIB=file EVAL=file pytest -s -k measure)
-# SEQS, 4 or more, scales them. transformers' cache: pip install --no-deps optimum-quanto ninja hqq termcolor
-SEQS, CALIB_SEQS = (int(os.environ.get(name, default)) for name, default in (("SEQS", 4), ("CALIB_SEQS", 12)))
-mean = W.mean_and_error
-
-def two_bit_schemes(moments, *names):
-    """Make a scheme for each transform; a name that is none is wush with all refinements."""
-    schemes = {}
-    for name in names:
-        parts = [] if name in W.TRANSFORMS else [*W.REFINEMENTS]
-        tensors = W.derive(moments, "wush" if parts else name, refine=parts)
-        schemes[name] = W.Scheme(*W.codecs(W.Options(bits=2), parts), tensors)
-    return schemes
-
-@pytest.fixture(scope="session")
-def calibrated():
-    """The model, its moments by CALIB, what encodes text, and EVAL's tokens; all in float32."""
-    model = load(folder := Path(os.environ.get("MODEL") or pytest.skip("measures a real model: set MODEL")))
-    tokenizer = W.read_tokenizer(folder, model.config)
-    encode = lambda text: torch.tensor(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
-    calib, text = (encode(Path(os.environ[name]).read_text(encoding="utf-8")) for name in ("CALIB", "EVAL"))
-    return model, W.collect_moments(model, calib.split(2048)[:CALIB_SEQS]), encode, text
-
-@pytest.fixture(scope="session")
-def real(calibrated):
-    """As `calibrated`, with 2-bit schemes in place of the moments."""
-    model, moments, encode, text = calibrated
-    return model, two_bit_schemes(moments, "hadamard", "wush", "refined"), encode, text
-
-def clearly_less(a, b):      # on the same texts, by more than two standard errors of the difference
-    return mean(b - a)[0] > 2 * mean(b - a)[1]
-
-def print_table(title, columns, rows):
-    print(f"\n{title}\n{'':20}" + "".join(f"{column:>19}" for column in columns))
-    for name, cells in rows.items():
-        print(f"{name:20}" + "".join(f"{W.shown(*cell):>19}" for cell in cells))
-
-def run_packed(model, windows, bits, read, ids):
-    """Run ids as if in calls of 16; read(side, l, x) is what the packed part of a cache gives back of x."""
-    view = W.quantized_view(len(ids), *windows, 16)
-    return W.forward(model, ids[None], lambda l, q, k, v: W.view_attention(
-        q, k, v, read("k", l, k), read("v", l, v), view))[0], bits
-
-def kivi(bits, sink, side, l, x):
-    """Read x back from codes as KIVI's (arXiv 2402.02750): min/max of 32 tokens by key channel, 32 values."""
-    turn = (lambda y: y.mT.contiguous()) if side == "k" else lambda y: y
-    whole = torch.nn.functional.pad(x[:, :, sink:], (0, 0, 0, -(x.shape[2] - sink) % 32))
-    y = turn(W.dequantize(*W.quantize(turn(whole), Codec(bits, "affine", 1.0, 32))))
-    return torch.cat([x[:, :, :sink], y], 2)[:, :, :x.shape[2]]
-
-def run_transformers(hf, backend, bits, ids):
-    """Feed transformers' QuantizedCache 16 tokens a call: its defaults, with the axis that its guide names,
-    a group being 64 channels of a token; each 128 tokens all is quantized anew. Scales count 16 bits."""
-    from transformers import QuantizedCache
-    axis, c, read = {"quanto": 0, "hqq": 1}[backend], hf.config, {}
-    cache = QuantizedCache(backend, c, nbits=bits, axis_key=axis, axis_value=axis)
-    def remembered(dequantize, q):     # or most of the time goes into reading the same again
-        if id(q) not in read:
-            read[id(q)] = q, dequantize(q)
-        return read[id(q)][1]
-    for layer in cache.layers:
-        layer._dequantize = functools.partial(remembered, layer._dequantize)
-    hidden = [hf.model(part, past_key_values=cache).last_hidden_state for part in ids[None].split(16, 1)]
-    used = 32 * layer.keys.numel()
-    for q in layer._quantized_keys, layer._quantized_values:
-        codes, *pair = (q[0], q[1]["scale"], q[1]["zero"]) if axis else (q._data._data, q._scale, q._shift)
-        used += 8 * codes.nbytes + 16 * sum(p.numel() for p in pair)
-    read.clear()                       # a gigabyte, and a cycle holds it
-    return torch.cat(hidden, 1)[0], used / (2 * len(ids) * c.num_key_value_heads * c.head_dim)
-
-def test_measure_baselines(real):
-    """At 2 bits refined diverges less than wush, wush than hadamard, and refined than the others' caches."""
-    from transformers import AutoModelForCausalLM, utils
-    (model, schemes, _, text), bind, c, seen, kl, rows = real, functools.partial, real[0].config, {}, {}, {}
-    hf = AutoModelForCausalLM.from_pretrained(os.environ["MODEL"], dtype=torch.float32).requires_grad_(False)
-    held = W.cache_bytes(c, 2048) * 4 / (c.num_hidden_layers * c.num_key_value_heads * c.head_dim)  # 2 bits
-    ways = {"none": lambda ids: (W.forward(model, ids[None], lambda l, *x: W.causal_attention(*x))[0], 16)}
-    ways |= {name: bind(run_packed, model, (16, 128, 16), held, lambda side, l, x, s=s: W.roundtrip(
-        x, *s.of(side, l))) for name, s in schemes.items()}
-    for bits, sink, keep in (2, 0, 32), (2, 16, 128), (4, 0, 32), (4, 16, 128):
-        held = 16 - (15 - bits) * ((2048 - sink - keep) // 32 / 64)  # 32 codes share a 16-bit scale and zero
-        ways[f"kivi-{bits} {sink}/{keep}/32"] = bind(
-            run_packed, model, (sink, keep, 32), held, bind(kivi, bits, sink))
-    for backend, there in ("quanto", utils.is_optimum_quanto_available()), ("hqq", utils.is_hqq_available()):
-        ways |= {f"{backend}-{bits}": bind(run_transformers, hf, backend, bits) for bits in (2, 4) if there}
-        print("" if there else f"no rows of {backend}: it is not installed")
-    for ids in text.split(2048)[:SEQS]:
-        runs = {name: way(ids) for name, way in ways.items()}
-        for name, figures in W.divergence(model, {name: run[0] for name, run in runs.items()}, ids).items():
-            seen.setdefault(name, []).append(figures)
-    for name, figures in seen.items():
-        nll, kl[name], same = torch.stack(figures, 1)
-        ppl = math.exp(nll.mean())
-        rows[name] = mean(kl[name]), mean(same), (ppl, ppl * mean(nll)[1]), (runs[name][1], math.nan)
-    print_table(f"{SEQS} sequences of 2048 tokens, in calls of 16",
-                ["KL, nats", "same top-1", "perplexity", "bits an element"], rows)
-    assert clearly_less(kl["refined"], kl["wush"]) and clearly_less(kl["wush"], kl["hadamard"])
-    assert all(clearly_less(kl["refined"], kl[name]) for name in kl if "-2" in name)
-
-def haystack(encode, text, seed):
-    """Hide five needles of one form, one a fifth, in 412 tokens: ids, (place, question, whole) of each."""
-    draw, ids, asked = random.Random(seed), [], []
-    words = draw.sample("apple river candle window garden mirror bridge castle silver forest".split(), 5)
-    for part, word in zip(text[seed * 412:][:412].tensor_split(5), words):
-        tell = f"\nThe special magic number for {word} is {draw.randrange(10 ** 4, 10 ** 5)}"
-        ask, tell, start = encode(tell[:-6]), encode(tell), draw.randrange(len(part))
-        asked.append((sum(map(len, ids)) + start + len(ask), len(ask), tell))
-        ids += part[:start], tell, encode(".\n"), part[start:]
-    return torch.cat(ids)[None], asked
-
-def answered(model, scheme, windows, kv, asked):
-    """Ask caches packed from a first call's exact `kv`: [found, log-probability, slot of the flush] each."""
-    rows, cache = [], W.new_cache(model, 1, scheme, *windows)
-    for l, (held, (k, v)) in enumerate(zip(cache, kv)):
-        held.append(k, W.apply(scheme.tensors["v"][l], v) if scheme else v, [0])
-        held.flush()
-    for place, n, tell in asked:       # found: each token is the likeliest one after those before it
-        log_p = W.logits(model, W.feed(model, copy.deepcopy(cache), tell[None])[0, n - 1:-1]).log_softmax(-1)
-        own, slot = log_p.gather(1, tell[n:, None])[:, 0], (place - windows[0]) % windows[2]
-        rows.append([(own == log_p.amax(-1)).all().item(), own.sum().item(), slot])
-    return rows
-
-def test_measure_retrieval(real):
-    """The number that is asked for, one of five, is given more probability by refined than by wush."""
-    (model, schemes, encode, text), seen, rows = real, {}, {}
-    models = {name: W.fold_values(model, s.tensors["v"]) for name, s in schemes.items()} | {"none": model}
-    ways = ("none", (16, 128, 16)), *((name, w) for w in ((16, 128, 16), (4, 16, 16)) for name in schemes)
-    for seed in range(5 * SEQS):
-        kv, (ids, asked) = [], haystack(encode, text, seed)
-        W.forward(model, ids, lambda l, *qkv: kv.append(qkv[1:]) or W.causal_attention(*qkv))
-        for name, w in ways:
-            row = answered(models[name], schemes.get(name), w, kv, asked)
-            seen.setdefault(f"{name} {w[0]}/{w[1]}/{w[2]}", []).append(row)
-    seen = {name: torch.tensor(row).unbind(-1) for name, row in seen.items()}
-    for name, (hit, log_p, slot) in seen.items():        # errors over contexts, whose questions share a cache
-        quarters = (mean(hit[slot // 4 == i]) for i in range(4))
-        rows[name] = mean(hit.mean(1)), mean(log_p.mean(1)), *map(mean, hit.T), *quarters
-    print_table(f"{5 * SEQS} contexts of 500 tokens, five questions each: by depth, by slot of the flush",
-                "found,log-prob,at 0.1,at 0.3,at 0.5,at 0.7,at 0.9,slots 0-3,4-7,8-11,12-15".split(","), rows)
-    assert rows["none 16/128/16"][0][0] >= 0.8
-    assert clearly_less(seen["wush 16/128/16"][1].mean(1), seen["refined 16/128/16"][1].mean(1))
-    assert clearly_less(seen["wush 4/16/16"][1].mean(1), seen["refined 4/16/16"][1].mean(1))
-
-def continued(model, scheme, prompts, given=None):
-    """Decode 256 tokens greedily, (prompt, step); the greedy choices all the same if others are `given`."""
-    cache, chosen = W.new_cache(model, len(prompts), scheme), []
-    for step in range(256):
-        ids = prompts if step == 0 else (chosen if given is None else given.T)[step - 1][:, None]
-        chosen.append(W.logits(model, W.feed(model, cache, ids)[:, -1]).argmax(-1))
-    return torch.stack(chosen, 1)
-
-def test_measure_agreement(real):
-    """Fed the 16-bit continuation, refined agrees with it more often than wush; free text is too noisy."""
-    (model, schemes, _, text), rows, fed = real, {}, {}
-    prompts = text[:4096 * SEQS].view(-1, 512)[::4]
-    exact = continued(model, None, prompts)
-    for name, s in schemes.items():
-        folded = W.fold_values(model, s.tensors["v"])
-        free = (continued(folded, s, prompts) == exact).double()
-        fed[name] = (continued(folded, s, prompts, exact) == exact).double().mean(1)
-        rows[name] = mean(free.cumprod(1).sum(1)), mean(free.mean(1)), mean(fed[name])
-    print_table(f"256 greedy tokens after {len(prompts)} prompts of 512 tokens, windows 16/128/16",
-                ["common prefix", "equal tokens", "equal if fed"], rows)
-    assert clearly_less(fed["wush"], fed["refined"])
-
-def alternate(ways, rounds):
-    """Run every way in turn, `rounds` times: seconds of each, so that a busy machine slows all alike."""
-    seconds = dict.fromkeys(ways, 0.0)
-    for _ in range(rounds):
-        for name, way in ways.items():
-            start = time.perf_counter()
-            way()
-            seconds[name] += time.perf_counter() - start
-    return seconds
-
-def test_measure_speed(real):
-    """Feeding errors back costs prefill at most half as much again. Ratios of times; flushes are included."""
-    model, schemes, _, text = real
-    schemes = {name: schemes.get(name) for name in ("none", "wush", "refined")}
-    models = {name: s and W.fold_values(model, s.tensors["v"]) or model for name, s in schemes.items()}
-    def prefilled(name, n):
-        cache = W.new_cache(models[name], 1, schemes[name])
-        W.logits(models[name], W.feed(models[name], cache, text[None, :n])[:, -1])
-        return cache
-    prefill = alternate({name: functools.partial(prefilled, name, 2048) for name in models}, 4)
-    print(f"\nprefill of 2048 tokens, refined / wush: {prefill['refined'] / prefill['wush']:.2f}")
-    for n in 2000, 4000, 7500:
-        caches = {name: prefilled(name, n) for name in models}
-        feed = lambda name: W.logits(models[name], W.feed(models[name], caches[name], text[None, :1]))
-        ways = {name: functools.partial(feed, name) for name in models}
-        alternate(ways, 20)                                # compiles, and anew after a flush
-        step = alternate(ways, 64)
-        print(f"step after {n} tokens, wush / 16 bits: {step['wush'] / step['none']:.2f}, "
-              f"refined / wush: {step['refined'] / step['wush']:.2f}")
-    assert prefill["refined"] < 1.5 * prefill["wush"]
-
-def test_measure_speed_through_transformers(real):
-    """WushCache decodes faster than QuantizedCache with quanto, both at 2 bits after 4000 tokens."""
-    pytest.importorskip("optimum.quanto")
-    from transformers import AutoModelForCausalLM, QuantizedCache
-    hf = AutoModelForCausalLM.from_pretrained(os.environ["MODEL"], dtype=torch.float32).requires_grad_(False)
-    caches = {"wush": W.WushCache(hf.config, real[1]["refined"].tensors),
-              "quanto": QuantizedCache("quanto", hf.config, nbits=2, axis_key=0, axis_value=0)}
-    hf.set_attn_implementation("wush")                     # of a cache that is not ours: "sdpa"
-    for cache in caches.values():
-        hf(real[3][None, :4000], past_key_values=cache, logits_to_keep=1)
-    feed = lambda name: hf(real[3][None, :1], past_key_values=caches[name])
-    ways = {name: functools.partial(feed, name) for name in caches}
-    alternate(ways, 20)
-    step = alternate(ways, 128)                            # quanto quantizes anew every 128 tokens
-    print(f"\nsteps after 4000 tokens, quanto / wush: {step['quanto'] / step['wush']:.2f}")
-    assert step["wush"] < step["quanto"]
-
-def test_measure_signs(calibrated, monkeypatch):
-    """Eigenvectors' signs are LAPACK's choice: T's loss does not see them, rounding does, refined less."""
-    (model, moments, _, text), eigh, rows = calibrated, torch.linalg.eigh, {}
-    for seed in range(5):
-        def flipped(A):
-            signs = 2 * integers(seed, 2, *A.shape[:-2], 1, A.shape[-1]) - 1
-            return (answer := eigh(A)).eigenvalues, answer.eigenvectors * signs
-        monkeypatch.setattr(torch.linalg, "eigh", flipped)
-        schemes = two_bit_schemes(moments, "wush", "refined")
-        scores = W.perplexity(model, text.split(2048)[:SEQS], schemes)
-        rows[f"signs {seed}"] = scores["wush"]["kl"], scores["refined"]["kl"]
-    print_table(f"{SEQS} sequences of 2048 tokens: KL, nats", ["wush", "refined"], rows)
-    assert max(refined for _, (refined, _) in rows.values()) < min(wush for (wush, _), _ in rows.values())
-
-def test_measure_picture():
-    """Draw assets/bits.png, with TITLE, from FIGURES: what `--task ppl --json FILE` wrote at 2, 3, 4 bits."""
-    import matplotlib.pyplot as plt
-    files = os.environ.get("FIGURES") or pytest.skip("draws what was measured: set FIGURES to its json files")
-    runs = [json.loads(Path(file).read_text()) for file in files.split()]
-    runs = {run["bits"] + 0.5: run["perplexity"] for run in runs}      # 64 codes share a pair of 32 bits
-    figure, axes = plt.subplots(figsize=(7.04, 3.96), layout="constrained")
-    colours = {"hadamard": "#0072B2", "oscar": "#E69F00", "wush": "#D55E00", "refined": "#009E73"}
-    for name, colour in colours.items():
-        axes.plot(sorted(runs), [runs[bits][name] for bits in sorted(runs)], "o-", color=colour,
-                  label=name + " (the paper)" * (name == "wush"), lw=3 if name == "refined" else 1.8)
-    axes.axhline(runs[2.5]["none"], color="0.3", ls="--", lw=1, label="16 bits")
-    axes.set(title=os.environ.get("TITLE"), ylabel="perplexity", xticks=sorted(runs),
-             xlabel="bits an element of a packed token, scales included")
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(frameon=False)
-    figure.savefig(HERE / "assets" / "bits.png", dpi=100)
-    assert all(run["none"] < run["refined"] < run["wush"] for run in runs.values())

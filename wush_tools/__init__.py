@@ -1,0 +1,1 @@
+"""What is not the method: reading and refusing, evaluating, transformers, the command line, measuring."""
