@@ -1,809 +1,1087 @@
-"""The hot path of WUSH-KV: the bytes of a quantized cache, and the kernels that write and read them.
+"""The bytes of a quantized cache, and the kernels that write and read them.
 
-The layout, once, in words. The d codes of one token and KV head become d·b/8 bytes, and no code straddles a
-byte. At b = 2, 4 or 8 bits the channels are cut into 8/b equal runs; byte r holds channel r of every run, run
-i in the bits from i·b upwards (2 bits: channels r, r + d/4, r + d/2, r + 3d/4). So one shift and one mask
-over all bytes yield a *contiguous* run of channels, which meets a contiguous slice of the query. At 3 bits
-there are two planes: the codes' upper two bits laid out as above, then their lowest bit laid out as 1-bit
-codes (byte r: channels r, r + d/8, ...). Scale and offset of a group are one int32: the bfloat16 scale in the
-low half, the bfloat16 offset in the high half.
+The d channels of one token and KV head are quantized to codes of 2, 3, 4 or 8 bits, which become d·bits/8 bytes, and
+to one scale and one offset: channel i reads back as scale · code_i + offset. No code straddles two bytes. At 2, 4 and
+8 bits the channels are cut into 8/bits runs of equal length, and byte j holds the j-th channel of every run. For
+d = 128 at 2 bits that is
 
-Each kernel is a quartet: the torch reference, which is its specification, the Triton kernel, a launcher with
-the reference's signature, and the bytes it moves. Launchers use the kernel on CUDA tensors and the reference
-on others, so this file needs neither a GPU nor Triton. `python kernels.py` checks the kernels on the device
-at hand; `--bench` times them; `--compile` prints what they compile to, for six generations of absent GPUs.
+    bits of byte j     7  6   5  4   3  2   1  0
+    channel            j+96   j+64   j+32   j             j = 0 .. 31
 
-Index legend: b batch, g KV head, r query head of its group, s cached token, d head dim.
+so that one shift and one mask over all bytes yield *consecutive* channels, which meet a consecutive piece of the query.
+At 3 bits there are two such planes, one behind the other: first the upper two bits of all codes, laid out as above,
+then their lowest bits, as codes of 1 bit (for d = 128, bit i of byte j belongs to channel j + 16·i). The scale and the
+offset are bfloat16 and share one int32, the scale in its lower half: a *pair*.
+
+Each kernel comes in four parts: a reference in torch that specifies it, the kernel in Triton, a public function with the
+reference's signature, and the bytes it moves, in that function's docstring. Public functions check their arguments, then
+use the kernel where one can run and the reference elsewhere, so this file needs neither a GPU nor Triton. (The reference
+of `encode` is not in this file: it is pack(quantize(T x)), with the `quantize` of wush_kv.py. So where its kernel cannot
+run, `encode` returns None.)
+
+    python kernels.py               compare the kernels with their references, on the device at hand
+    python kernels.py --compile     what the kernels cost on six generations of GPUs, none of which need be there
+    python kernels.py --bench       the time of attention over a packed cache, beside other ways
+
+Each dimension has one letter: b batch, g KV head, r query head of its KV head, s cached token, d head dim. G and R
+count the KV heads and the query heads of each.
 """
 from __future__ import annotations          # annotations stay strings, so those of the kernels need no Triton
 
+import contextlib
 import functools
-import itertools
 import os
-import re
-import statistics
-import subprocess
 import sys
-import tempfile
-import timeit
 import warnings
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 try:
     import triton
     import triton.language as tl
-except ImportError:
+    from triton import constexpr_function, jit
+    constant = tl.constexpr
+except ImportError:                         # Triton is absent or too old: the references serve alone
     triton = None
+    constant = float
 
-jit = triton.jit if triton else lambda kernel: kernel                       # never launched without Triton
-at_compile_time = triton.constexpr_function if triton else lambda function: function
-INTERPRET = os.environ.get("TRITON_INTERPRET") == "1"                       # kernels run on the CPU, as numpy
+    def jit(function):
+        return function
 
-PLANES = {2: [(2, 0)], 3: [(2, 1), (1, 0)], 4: [(4, 0)], 8: [(8, 0)]}  # each plane's bits, and those below
+    constexpr_function = jit
 
-def pack_ref(codes: Tensor, bits: int) -> Tensor:
-    """Pack `codes` (..., d), uint8 in [0, 2^bits − 1], into (..., d·bits/8) bytes of the layout above."""
-    d, planes = codes.shape[-1], []
+INTERPRET = os.environ.get("TRITON_INTERPRET") == "1"      # Triton then runs kernels on the CPU, as numpy
+
+
+# ----------------------------------------------------------------------------------------------------------------
+# Bytes
+#
+# `pack` and `unpack` are the layout. PLANES lists the planes of a code by its bits: how many bits of a code lie in the
+# plane, and how many of the code's bits lie below these.
+
+class Plane(NamedTuple):
+    width: int
+    below: int
+
+PLANES = {
+    2: [Plane(2, 0)],
+    3: [Plane(2, 1), Plane(1, 0)],
+    4: [Plane(4, 0)],
+    8: [Plane(8, 0)],
+}
+
+def check_bits(bits):
+    if bits not in PLANES:
+        raise ValueError(f"there are codes of 2, 3, 4 and 8 bits, not of {bits}")
+
+def pack(codes: Tensor, bits: int) -> Tensor:
+    """Pack codes (..., d), uint8 in [0, 2^bits − 1], into bytes (..., d·bits/8)."""
+    d = codes.shape[-1]
     if bits not in PLANES or d % 8:
-        raise ValueError(f"{d} codes of {bits} bits do not pack: bits are 2, 3, 4 or 8, d a multiple of 8")
-    for width, below in PLANES[bits]:
-        runs = (codes >> below & 2**width - 1).chunk(8 // width, -1)
-        planes.append(functools.reduce(torch.bitwise_or, (run << i * width for i, run in enumerate(runs))))
+        raise ValueError(
+            f"{d} codes of {bits} bits do not pack: bits are 2, 3, 4 or 8, d a multiple of 8")
+
+    planes = []
+    for plane in PLANES[bits]:
+        mask = 2**plane.width - 1
+        runs = ((codes >> plane.below) & mask).chunk(8 // plane.width, -1)
+        packed = 0
+        for i, run in enumerate(runs):
+            packed = packed | (run << (i * plane.width))
+        planes.append(packed)
     return torch.cat(planes, -1)
 
-def unpack_ref(packed: Tensor, bits: int) -> Tensor:
-    """Undo `pack_ref`: (..., d·bits/8) bytes to (..., d) codes."""
-    d, codes = packed.shape[-1] * 8 // bits, 0
-    for (width, below), plane in zip(PLANES[bits], packed.split([d * w // 8 for w, _ in PLANES[bits]], -1)):
-        runs = [plane >> i & 2**width - 1 for i in range(0, 8, width)]
-        codes = codes | torch.cat(runs, -1) << below
+def split_planes(packed, bits):
+    """Cut packed bytes (..., d·bits/8) into those of each plane."""
+    d = packed.shape[-1] * 8 // bits
+    return packed.split([d * plane.width // 8 for plane in PLANES[bits]], -1)
+
+def unpack(packed: Tensor, bits: int) -> Tensor:
+    """Undo `pack`: bytes (..., d·bits/8) to codes (..., d)."""
+    check_bits(bits)
+    codes = 0
+    for plane, part in zip(PLANES[bits], split_planes(packed, bits)):
+        mask = 2**plane.width - 1
+        runs = [(part >> bit) & mask for bit in range(0, 8, plane.width)]
+        codes = codes | (torch.cat(runs, -1) << plane.below)
     return codes
 
 def join_pair(scale: Tensor, offset: Tensor) -> Tensor:
-    """Join bfloat16 `scale` and `offset` into one int32 each."""
+    """Join a bfloat16 scale and offset into one int32 each."""
     return torch.stack([scale, offset], -1).view(torch.int32).squeeze(-1)
 
 def split_pair(pair: Tensor) -> tuple[Tensor, Tensor]:
-    """Undo `join_pair`: two bfloat16 tensors of the shape of `pair`."""
+    """Undo `join_pair`: scale and offset, bfloat16, of the shape of `pair`."""
     return pair.unsqueeze(-1).view(torch.bfloat16).unbind(-1)
 
-def or_else(reference, launch, reaches):
-    """Return `launch`, but `reference` where `reaches` denies the arguments, and for good once it failed."""
+def dequantized(codes, pairs, bits):
+    """Read packed tokens (b, g, s, ...) back, in float32: (b, g, s, d)."""
+    scale, offset = split_pair(pairs)
+    return scale.float() * unpack(codes, bits) + offset.float()
+
+
+# ----------------------------------------------------------------------------------------------------------------
+# Launching
+#
+# Wrong arguments are refused before anything runs, and lack of memory is the caller's to know. Whatever else goes wrong
+# with a kernel (Triton or a C++ compiler does not work here, say) costs speed but no answer: `attempt` warns once, and
+# from then on the reference serves in that kernel's place.
+
+HEAD_DIMS = 64, 128, 256        # those that the tiles of the Triton kernels fit
+switched_off = set()            # names of the launches that failed in this process
+
+def serves(x: Tensor) -> bool:
+    """Say whether Triton kernels may run on x. (Tests replace this, and run them in Triton's interpreter.)"""
+    return triton is not None and x.is_cuda
+
+def attempt(launch, x, *args):
+    """Return what `launch` returns, or None where it fails or has failed before."""
+    if launch.__name__ in switched_off:
+        return None
+    try:
+        with torch.cuda.device_of(x), no_autocast(x), no_warnings_as_errors():
+            return launch(x, *args)
+    except Exception as error:              # Triton and compilers raise many types
+        if is_lack_of_memory(error):
+            raise
+        switched_off.add(launch.__name__)
+        warn(f"{launch.__name__} does not work here, and torch takes over, slower: {error}"[:1000])
+        return None
+
+def is_lack_of_memory(error):
+    words = "out of memory", "can't allocate memory"       # of Triton, and of torch on the CPU
+    known = isinstance(error, (torch.OutOfMemoryError, MemoryError))
+    return known or any(word in str(error) for word in words)
+
+def warn(message):
+    """Warn, or print the message where warnings are errors: a slower answer is better than none."""
+    try:
+        warnings.warn(message, RuntimeWarning, stacklevel=4)
+    except RuntimeWarning:
+        print(message, file=sys.stderr)
+
+@contextlib.contextmanager
+def no_warnings_as_errors():
+    """Keep the caller's warnings-as-errors from torch and Triton, where a deprecation would stop a kernel."""
+    if any(action == "error" for action, *_ in warnings.filters):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    else:
+        yield
+
+def no_autocast(x):
+    """Return a context in which `torch.autocast` does not round what is computed from x."""
+    if not torch.amp.is_autocast_available(x.device.type):
+        return contextlib.nullcontext()
+    return torch.autocast(x.device.type, enabled=False)
+
+def exactly(reference):
+    """Decorate a reference: autocast does not change what it computes."""
     @functools.wraps(reference)
-    def call(x: Tensor, *args):
-        if not call.failed and reaches(x, *args):
-            try:
-                with torch.cuda.device_of(x):
-                    return launch(x, *args)
-            except Exception as error:                  # Triton and C++ compilers raise many types
-                call.failed = True                      # one warning, not one for each layer and token
-                message = f"{reference.__name__} takes over, slower, as its fast form failed: {error}"
-                warnings.warn(message[:1000], RuntimeWarning)
-        return reference(x, *args)
-    call.failed = False
+    def call(x, *args):
+        with no_autocast(x):
+            return reference(x, *args)
     return call
 
-def fused(reference):
-    """Decorate a Triton kernel's launcher: without Triton or CUDA tensors, `reference` runs instead."""
-    return lambda launch: or_else(reference, launch, lambda x, *_: triton and (x.is_cuda or INTERPRET))
 
+# ----------------------------------------------------------------------------------------------------------------
+# Encoding
+#
+# A token is encoded once, when it leaves the recent window: transformed, quantized and packed in one pass, 16 tokens of
+# one head per program. Its specification is pack(quantize(T x)), bit for bit where T x itself is exact; elsewhere the
+# order of sums may move a value over a rounding edge. The kernel is given numbers, alpha and rank, and not the name of a
+# quantizer of wush_kv.py: one that it does not know cannot run as another.
 
-# ------------------------------------------------------------------------------------------------------------
-# Encode: transform, quantize and pack tokens. Once a token, at prefill or flush.
-
-GAUSSIAN_CLIP = {2: 1.4935300289152602, 3: 2.051068045052207, 4: 2.5140045914998, 8: 3.9222044167470385}
-
-def encode_ref(x: Tensor, T: Tensor | None, bits: int, rule: str, clip: float,
-               push: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Quantize y = T x: x (b, g, s, d), T (g, 1, d, d) to codes (b, g, s, d·bits/8) and pairs (b, g, s, 1).
-
-    `rule` "quest": the levels span ±clip·α·RMS(y), α the Gaussian-optimal clip; "centred": the same about the
-    mean of y, and at last the offset takes up the mean of y − ŷ. "affine": they span the values within ±τ, τ
-    the ⌊clip·d⌋-th smallest |y|. Codes are taken against the pair rounded to bfloat16. With `push` (g, 1, d,
-    d), strictly upper, channel i's rounding error times push[i, j] is taken from every later channel j.
-    """
-    y, top = x.float() if T is None else x.float() @ T.squeeze(1).mT, 2**bits - 1
-    mean = lambda y: y.mean(-1, keepdim=True, dtype=torch.float64).float()      # the order does not show
-    if rule == "affine":
-        tau = y.abs().sort(-1).values[..., rank(clip, y.shape[-1]), None]
-        offset, highest = y.clamp(-tau, tau).aminmax(dim=-1, keepdim=True)
-        scale = (highest - offset) / top
-    else:
-        middle = mean(y) if rule == "centred" else -0.0         # unlike 0.0, changes no sign
-        peak = (y - middle).abs().amax(-1, keepdim=True)        # as squares may under- or overflow
-        ratio = (y - middle) / torch.where(peak > 0, peak, 1)
-        rms, alpha = peak * mean(ratio.square()).sqrt(), clip * GAUSSIAN_CLIP[bits]
-        scale, offset = rms * (2 * alpha / top), rms * -alpha + middle
-    scale, offset = scale.bfloat16().clamp(min=2.0**-126).float(), offset.bfloat16().float()   # never 0/0
-    nearest, z = lambda z: ((z - offset) / scale).clamp(0, top).round(), y.clone()
-    for i in range(y.shape[-1] if push is not None else 0):
-        error = z[..., i:i + 1] - (scale * nearest(z[..., i:i + 1]) + offset)
-        z -= error * push[..., i, :]
-    codes = nearest(z)
-    if rule == "centred":
-        offset = offset + mean(y - (scale * codes + offset))
-    return pack_ref(codes.byte(), bits), join_pair(scale.bfloat16(), offset.bfloat16())
-
-def rank(clip: float, d: int) -> int:
-    """Which of a row's d sorted magnitudes, counted from 0, is the clip threshold."""
-    return min(int(clip * d), d - 1)
+ENCODE_TOKENS = 16              # of one program
+ENCODE_CHANNELS = 16            # of T, or of F, that are in registers at a time
+ENCODE_REGISTERS = 160          # per thread: three programs per multiprocessor. Left alone, ptxas takes fewer and spills
+SMALLEST_NORMAL = constant(2.0**-126)
+SMALLEST_NORMAL_BITS = constant(0x80)      # as a bfloat16
+INTEGERS = constant(2.0**23)    # from here on, a float32 has no fraction: adding this rounds, and ties go to even
 
 @jit
 def _bfloat16_bits(x):
-    """float32 to the bits of bfloat16, ties to even. By hand, since the interpreter's cast truncates."""
+    """Round float32 to bfloat16, ties to even, and return its bits. By hand: the interpreter's cast truncates."""
     bits = x.to(tl.uint32, bitcast=True)
-    return bits + 0x7FFF + (bits >> 16 & 1) >> 16
+    lowest_kept = (bits >> 16) & 1
+    return (bits + 0x7FFF + lowest_kept) >> 16
+
+@jit
+def _bfloat16_value(bits):
+    """Return the float32 that a bfloat16's bits stand for."""
+    return (bits << 16).to(tl.float32, bitcast=True)
 
 @jit
 def _mean(y):
-    """The mean of each row, in float64, so that the order of the sum does not show."""
-    return (tl.sum(y.to(tl.float64), 1)[:, None] / y.shape[1]).to(tl.float32)
+    """Return each row's mean, (s, 1), summed in float64 so that the order of the sum does not show."""
+    total = tl.sum(y.to(tl.float64), 1)[:, None]
+    return (total / y.shape[1]).to(tl.float32)
 
 @jit
 def _smallest(y, RANK: tl.constexpr):
-    """The RANK-th smallest |y| of each row, bit by bit, by counting: floats are ordered as their bits are."""
-    bits = y.to(tl.int32, bitcast=True) & 0x7FFFFFFF
-    found = tl.zeros([y.shape[0], 1], tl.int32)
+    """Return the RANK-th smallest |y| of each row, (s, 1), by counting: floats are ordered as their bits are."""
+    magnitudes = y.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+    threshold = tl.zeros([y.shape[0], 1], tl.int32)
+
+    # From the highest bit down: a bit is set unless more than RANK magnitudes lie below the threshold with it.
     for i in range(31):
-        more = found | 1 << 30 - i
-        found = tl.where(tl.sum((bits < more).to(tl.int32), 1)[:, None] <= RANK, more, found)
-    return found.to(tl.float32, bitcast=True)
+        candidate = threshold | (1 << (30 - i))
+        smaller = tl.sum((magnitudes < candidate).to(tl.int32), 1)[:, None]
+        threshold = tl.where(smaller <= RANK, candidate, threshold)
+    return threshold.to(tl.float32, bitcast=True)
 
 @jit
-def _pack(ptr, codes, live, WIDTH: tl.constexpr, BELOW: tl.constexpr):
-    """Store one plane as `pack_ref` packs it: WIDTH bits, above the BELOW lowest, of codes (s, d)."""
-    BYTES: tl.constexpr = codes.shape[1] * WIDTH // 8
-    runs = tl.reshape(codes >> BELOW & 2**WIDTH - 1, [codes.shape[0], 8 // WIDTH, BYTES])
-    byte = tl.sum(runs << (tl.arange(0, 8 // WIDTH) * WIDTH)[None, :, None], 1)
-    tl.store(ptr + tl.arange(0, BYTES), byte.to(tl.uint8), mask=live)
-
-@jit
-def _levels(y, RANK: tl.constexpr, ALPHA: tl.constexpr, CENTRED: tl.constexpr, BITS: tl.constexpr):
-    """Scale and offset of each row, float32; ALPHA 0 means the affine rule."""
+def _levels(y, RANK: tl.constexpr, ALPHA: tl.constexpr, BITS: tl.constexpr):
+    """Place each row's levels: scale and offset, (s, 1), float32, before they are rounded."""
+    TOP: tl.constexpr = 2**BITS - 1
     if ALPHA > 0:
-        middle = _mean(y) if CENTRED else -0.0
-        peak = tl.max(tl.abs(y - middle), 1)[:, None]
-        ratio = tl.div_rn(y - middle, tl.where(peak > 0, peak, 1.0))
-        rms = peak * tl.sqrt_rn(_mean(ratio * ratio))
-        scale, offset = rms * (2 * ALPHA / (2**BITS - 1)), rms * -ALPHA + middle
+        # On ±ALPHA · RMS. Dividing by the largest value keeps the squares from under- or overflowing.
+        largest = tl.max(tl.abs(y), 1)[:, None]
+        unit = tl.div_rn(y, tl.maximum(largest, SMALLEST_NORMAL))
+        rms = largest * tl.sqrt_rn(_mean(unit * unit))
+        scale = rms * (2 * ALPHA / TOP)
+        offset = rms * -ALPHA
     else:
-        tau = _smallest(y, RANK)
-        clamped = tl.minimum(tl.maximum(y, -tau), tau)
+        # From the least to the largest value, after all are clamped to the RANK-th smallest magnitude.
+        threshold = _smallest(y, RANK)
+        clamped = tl.minimum(tl.maximum(y, -threshold), threshold)
         offset = tl.min(clamped, 1)[:, None]
-        top = tl.full([y.shape[0], 1], 2**BITS - 1, tl.float32)
-        scale = tl.div_rn(tl.max(clamped, 1)[:, None] - offset, top)
+        span = tl.max(clamped, 1)[:, None] - offset
+        scale = tl.div_rn(span, tl.full([y.shape[0], 1], TOP, tl.float32))
     return scale, offset
 
 @jit
-def _nearest(y, offset, scale, BITS: tl.constexpr):
-    """The code of the level nearest to y, a whole float; adding 2^23 rounds to an integer, ties to even."""
-    return tl.minimum(tl.maximum(tl.div_rn(y - offset, scale), 0.0), 2**BITS - 1) + 8388608.0 - 8388608.0
+def _nearest_code(steps, BITS: tl.constexpr):
+    """Round to the nearest of the levels 0 .. 2^BITS − 1, still in floating point."""
+    clamped = tl.minimum(tl.maximum(steps, 0.0), 2**BITS - 1)
+    return clamped + INTEGERS - INTEGERS
 
 @jit
-def _feed_back(y, offset, scale, push_ptr, BITS: tl.constexpr, SLICE: tl.constexpr):
-    """Push each channel's rounding error onto later channels of y (s, d), as `encode_ref` does.
+def _feed_back(steps, F_ptr, BITS: tl.constexpr, SLICE: tl.constexpr):
+    """Push each channel's rounding error e_i onto later ones, steps_j −= e_i F_ij, and return steps (s, d) still unrounded.
 
-    Inside a slice of SLICE channels one by one, in registers; then one dot pushes the slice's errors on.
+    Their nearest codes are the codes. The SLICE channels of a slice are rounded one by one, in registers; then one dot product pushes their errors onto
+    all later slices.
     """
-    S: tl.constexpr = y.shape[0]
-    D: tl.constexpr = y.shape[1]
-    c, slice, d = tl.arange(0, SLICE), tl.arange(0, D // SLICE)[None, :, None], tl.arange(0, D)
+    S: tl.constexpr = steps.shape[0]
+    D: tl.constexpr = steps.shape[1]
+    channel = tl.arange(0, SLICE)
+    slice_number = tl.arange(0, D // SLICE)[None, :, None]
+    d = tl.arange(0, D)
     for i in range(0, D // SLICE):
-        y = tl.reshape(y, [S, D // SLICE, SLICE])
-        part = tl.sum(tl.where(slice == i, y, 0.0), 1)                          # takes the slice out
+        # Take slice i out: all others are zero under the sum.
+        steps = tl.reshape(steps, [S, D // SLICE, SLICE])
+        part = tl.sum(tl.where(slice_number == i, steps, 0.0), 1)
+
+        # Round its channels in order. F is zero on and below the diagonal, so earlier channels stay.
         errors = tl.zeros([S, SLICE], tl.float32)
         for j in range(0, SLICE):
-            channel = tl.sum(tl.where(c[None, :] == j, part, 0.0), 1)[:, None]
-            error = channel - (scale * _nearest(channel, offset, scale, BITS) + offset)
-            errors = tl.where(c[None, :] == j, error, errors)
-            part -= error * tl.load(push_ptr + (i * SLICE + j) * D + i * SLICE + c)[None, :]
-        y = tl.reshape(tl.where(slice == i, part[:, None, :], y), [S, D])       # and puts it back
+            is_j = (channel == j)[None, :]
+            value = tl.sum(tl.where(is_j, part, 0.0), 1)[:, None]
+            error = value - _nearest_code(value, BITS)
+            errors = tl.where(is_j, error, errors)
+            F_row = tl.load(F_ptr + (i * SLICE + j) * D + i * SLICE + channel)
+            part -= error * F_row[None, :]
+
+        # Put the slice back, and push its errors onto the later ones.
+        steps = tl.reshape(tl.where(slice_number == i, part[:, None, :], steps), [S, D])
         later = (d >= (i + 1) * SLICE)[None, :]
-        push = tl.load(push_ptr + (i * SLICE + c)[:, None] * D + d[None, :], mask=later, other=0)
-        y -= tl.dot(errors, push, input_precision="tf32x3")
-    return y
+        F_rows = F_ptr + (i * SLICE + channel)[:, None] * D + d[None, :]
+        F = tl.load(F_rows, mask=later, other=0)
+        steps -= tl.dot(errors, F, input_precision="tf32x3")
+    return steps
 
 @jit
-def _encode_kernel(x_ptr, t_ptr, push_ptr, codes_ptr, pair_ptr, stride, n, G, RANK: tl.constexpr,
-                   ALPHA: tl.constexpr, CENTRED: tl.constexpr, D: tl.constexpr, BITS: tl.constexpr,
-                   TRANSFORM: tl.constexpr, FEEDBACK: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr):
+def _store_plane(ptr, codes, exists, WIDTH: tl.constexpr, BELOW: tl.constexpr):
+    """Store one plane of codes (s, d) as `pack` lays it out: of each code, WIDTH bits above the BELOW lowest."""
+    RUNS: tl.constexpr = 8 // WIDTH
+    BYTES: tl.constexpr = codes.shape[1] // RUNS
+    part = (codes >> BELOW) & (2**WIDTH - 1)
+    runs = tl.reshape(part, [codes.shape[0], RUNS, BYTES])
+    shifts = (tl.arange(0, RUNS) * WIDTH)[None, :, None]
+    packed = tl.sum(runs << shifts, 1)
+    tl.store(ptr + tl.arange(0, BYTES), packed.to(tl.uint8), mask=exists)
+
+@jit
+def _encode_kernel(
+        x_ptr, T_ptr, F_ptr, codes_ptr, pairs_ptr, x_strides, tokens, G,
+        RANK: tl.constexpr, ALPHA: tl.constexpr, CENTRED: tl.constexpr, D: tl.constexpr,
+        BITS: tl.constexpr, HAS_T: tl.constexpr, HAS_F: tl.constexpr, BLOCK: tl.constexpr,
+        CHUNK: tl.constexpr):
     """Encode BLOCK tokens of one head."""
-    head = tl.program_id(1).to(tl.int64)                # counts (b, g); int64, or offsets wrap at 2^31
+    # Where this program reads and writes. Heads count (b, g), in 64 bits, or offsets would wrap at 2^31.
+    head = tl.program_id(1).to(tl.int64)
     token = (tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK))[:, None]
-    d, c, live, row = tl.arange(0, D)[None, :], tl.arange(0, CHUNK), token < n, head * n + token
-    x_ptr += head // G * stride[0] + head % G * stride[1] + token * stride[2]
-    if TRANSFORM:
+    exists = token < tokens
+    row = head * tokens + token
+    d = tl.arange(0, D)[None, :]
+    x_ptr += head // G * x_strides[0] + head % G * x_strides[1] + token * x_strides[2]
+
+    # y = T x, some columns of T at a time, as all of T would fill the registers.
+    if HAS_T:
         y = tl.zeros([BLOCK, D], tl.float32)
-        for i in range(0, D, CHUNK):                    # some inputs at a time: T would fill all registers
-            x = tl.load(x_ptr + (i + c)[None, :] * stride[3], mask=live, other=0).to(tl.float32)
-            T = tl.load(t_ptr + head % G * D * D + d * D + (i + c)[:, None])
-            y = tl.dot(x, T, y, input_precision="tf32x3")                       # mere tf32 would move codes
+        T_ptr += head % G * D * D + d * D
+        for i in range(0, D, CHUNK):
+            channel = i + tl.arange(0, CHUNK)
+            x = tl.load(x_ptr + channel[None, :] * x_strides[3], mask=exists, other=0)
+            T = tl.load(T_ptr + channel[:, None])              # transposed: (channel, d)
+            y = tl.dot(x.to(tl.float32), T, y, input_precision="tf32x3")      # tf32 would move codes
     else:
-        y = tl.load(x_ptr + d * stride[3], mask=live, other=0).to(tl.float32)
-    scale, offset = _levels(y, RANK, ALPHA, CENTRED, BITS)
-    scale_bits = tl.maximum(_bfloat16_bits(scale), 0x80)                        # 0x80: smallest normal
-    scale = (scale_bits << 16).to(tl.float32, bitcast=True)
-    offset = (_bfloat16_bits(offset) << 16).to(tl.float32, bitcast=True)
-    z = y
-    if FEEDBACK:
-        z = _feed_back(y, offset, scale, push_ptr + head % G * D * D, BITS, CHUNK)
-    codes = _nearest(z, offset, scale, BITS)
+        y = tl.load(x_ptr + d * x_strides[3], mask=exists, other=0).to(tl.float32)
+
+    # Place the levels and round them to the bfloat16 pair that is stored. No scale is 0: it will divide.
+    if CENTRED:
+        mean = _mean(y)
+        scale, offset = _levels(y - mean, RANK, ALPHA, BITS)
+        offset += mean
+    else:
+        scale, offset = _levels(y, RANK, ALPHA, BITS)
+    scale_bits = tl.maximum(_bfloat16_bits(scale), SMALLEST_NORMAL_BITS)
+    scale = _bfloat16_value(scale_bits)
+    offset = _bfloat16_value(_bfloat16_bits(offset))
+
+    # Round y against the stored pair.
+    steps = tl.div_rn(y - offset, scale)
+    if HAS_F:
+        steps = _feed_back(steps, F_ptr + head % G * D * D, BITS, CHUNK)
+    codes = _nearest_code(steps, BITS)
+
+    # The offset takes up the mean error.
     if CENTRED:
         offset += _mean(y - (scale * codes + offset))
-    pair = scale_bits | _bfloat16_bits(offset) << 16
-    tl.store(pair_ptr + row, pair.to(tl.int32, bitcast=True), mask=live)
-    codes, codes_ptr = codes.to(tl.int32), codes_ptr + row * (D * BITS // 8)
+    pair = scale_bits | (_bfloat16_bits(offset) << 16)
+    tl.store(pairs_ptr + row, pair.to(tl.int32, bitcast=True), mask=exists)
+
+    codes = codes.to(tl.int32)
+    codes_ptr += row * (D * BITS // 8)
     if BITS == 3:
-        _pack(codes_ptr, codes, live, 2, 1)
-        _pack(codes_ptr + D // 4, codes, live, 1, 0)
+        _store_plane(codes_ptr, codes, exists, 2, 1)
+        _store_plane(codes_ptr + D // 4, codes, exists, 1, 0)
     else:
-        _pack(codes_ptr, codes, live, BITS, 0)
+        _store_plane(codes_ptr, codes, exists, BITS, 0)
 
-REGISTERS = 160         # a thread: three programs a multiprocessor. Left alone, ptxas uses fewer and spills
+def check_encode(x, T, F, bits, alpha, rank):
+    """Refuse what the encode kernel would misread."""
+    check_bits(bits)
+    if x.dim() != 4 or not x.is_floating_point():
+        raise ValueError(f"tokens to encode are (b, g, s, d), not {tuple(x.shape)} in {x.dtype}")
+    _, g, _, d = x.shape
+    for name, matrix in ("T", T), ("F", F):
+        if matrix is not None and matrix.shape != (g, 1, d, d):
+            raise ValueError(f"{name} is ({g}, 1, {d}, {d}) here, not {tuple(matrix.shape)}")
+    if alpha < 0 or not 0 <= rank < d:
+        raise ValueError(
+            f"alpha = {alpha} and rank = {rank} place no levels: alpha >= 0, 0 <= rank < {d}")
 
-@fused(encode_ref)
-def encode(x, T, bits, rule, clip, push=None):
-    """Launch `_encode_kernel`. Moves d·(size of x + bits/8) + 4 bytes a row, T and `push` per 16 tokens."""
-    b, g, n, d = x.shape
-    codes = torch.empty(b, g, n, d * bits // 8, dtype=torch.uint8, device=x.device)
-    pair = torch.empty(b, g, n, 1, dtype=torch.int32, device=x.device)
-    if pair.numel():
-        _encode_kernel[triton.cdiv(n, 16), b * g](
-            x, x if T is None else T.contiguous(), x if push is None else push.contiguous(), codes, pair,
-            x.stride(), n, g, rank(clip, d), 0 if rule == "affine" else clip * GAUSSIAN_CLIP[bits],
-            rule == "centred", d, bits, T is not None, push is not None, 16, 16, maxnreg=REGISTERS)
-    return codes, pair
+def encode(
+        x: Tensor, T: Tensor | None, F: Tensor | None, bits: int,
+        alpha: float = 0.0, rank: int = 0, centred: bool = False) -> tuple[Tensor, Tensor] | None:
+    """Encode x (b, g, s, d): codes (b, g, s, d·bits/8) and pairs (b, g, s, 1); None where the kernel cannot run.
+
+    With alpha > 0 the levels of y = T x span ±alpha · RMS(y). With alpha = 0 they span the values of y from the least to
+    the largest, after these are clamped to the rank-th smallest |y|, counted from 0. If `centred`, all this is about the
+    mean of y, and at last the offset takes up the mean error. T and F, the feedback of rounding errors, are (g, 1, d, d), None for none.
+
+    Moves, per token and head, d elements of x and d·bits/8 + 4 bytes; and per 16 tokens 4·d² bytes of T, as many of F.
+    """
+    check_encode(x, T, F, bits, alpha, rank)
+    if not serves(x) or x.shape[-1] not in HEAD_DIMS:
+        return None
+    return attempt(launch_encode, x, T, F, bits, alpha, rank, centred)
+
+def launch_encode(x, T, F, bits, alpha, rank, centred):
+    """Launch `_encode_kernel`, one program per 16 tokens and head."""
+    b, g, s, d = x.shape
+    codes = torch.empty(b, g, s, d * bits // 8, dtype=torch.uint8, device=x.device)
+    pairs = torch.empty(b, g, s, 1, dtype=torch.int32, device=x.device)
+    if pairs.numel() == 0:
+        return codes, pairs
+
+    # What is absent gets x in its place, which is not read.
+    T_buffer = x if T is None else T.float().contiguous()
+    F_buffer = x if F is None else F.float().contiguous()
+    grid = triton.cdiv(s, ENCODE_TOKENS), b * g
+    _encode_kernel[grid](
+        x, T_buffer, F_buffer, codes, pairs, x.stride(), s, g,
+        rank, alpha, centred, d, bits,
+        T is not None, F is not None, ENCODE_TOKENS, ENCODE_CHANNELS, maxnreg=ENCODE_REGISTERS)
+    return codes, pairs
 
 
-# ------------------------------------------------------------------------------------------------------------
-# Decode: a new token's queries attend to sinks, packed tokens and recent tokens, with one softmax.
+# ----------------------------------------------------------------------------------------------------------------
+# Decoding
+#
+# The queries of a new token attend to sinks, packed tokens and recent tokens with one softmax. The kernel never restores
+# a key: q · k̂ = scale · (q · codes) + offset · Σq, and for the values likewise. Nor does it shift or convert a code.
+# Each program takes a share of the packed tokens, or of a window, and leaves a partial softmax in memory; a second kernel
+# merges these. In tiles, packed tokens are rows and the query heads of their KV head are columns.
 
-Window = tuple[Tensor, Tensor, Tensor]                  # k and v (b, g, slots, d), number of valid slots (b,)
-Packed = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]  # k codes, k pair, v codes, v pair, number valid
+Window = tuple[Tensor, Tensor, Tensor]      # k and v (b, g, slots, d), count of valid slots (b,) int32
+Packed = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]      # k codes, k pairs, v codes, v pairs, count
 
-def read_packed(codes: Tensor, pair: Tensor, bits: int) -> Tensor:
-    """Dequantize packed tokens to float32."""
-    scale, offset = split_pair(pair)
-    return scale.float() * unpack_ref(codes, bits) + offset.float()
+@exactly
+def decode_attention_ref(
+        q: Tensor, q_packed: Tensor, sinks: Window, packed: Packed, recent: Window,
+        bits: tuple[int, int]) -> Tensor:
+    """Attend with q (b, g, r, d), or with q_packed = T⁻ᵀ q where keys are packed; a row without tokens gets zeros."""
+    k_bits, v_bits = bits
+    k_codes, k_pairs, v_codes, v_pairs, count = packed
+    middle = dequantized(k_codes, k_pairs, k_bits), dequantized(v_codes, v_pairs, v_bits), count
 
-def decode_attention_ref(q: Tensor, qt: Tensor, sinks: Window, packed: Packed, recent: Window,
-                         bits: tuple[int, int]) -> Tensor:
-    """Attend with q (b, g, r, d), or qt = T⁻ᵀ q where keys are packed; a row without any token gets zeros."""
-    scores, values = [], []
-    packed = read_packed(*packed[0:2], bits[0]), read_packed(*packed[2:4], bits[1]), packed[4]
-    for query, (k, v, n) in (q, sinks), (qt, packed), (q, recent):
-        valid = (torch.arange(k.shape[2], device=n.device) < n[:, None])[:, None, None]         # (b, 1, 1, s)
+    scores = []
+    values = []
+    for query, (k, v, count) in (q, sinks), (q_packed, middle), (q, recent):
+        slot = torch.arange(k.shape[2], device=count.device)
+        valid = (slot < count[:, None])[:, None, None]                  # (b, 1, 1, s)
         score = query.float() @ k.float().mT * q.shape[-1] ** -0.5
-        scores.append(score.masked_fill(~valid, -1e30))         # finite: a row without tokens averages zeros
+
+        # A finite number in place of −∞, so that a row without tokens becomes the average of zeros.
+        scores.append(score.masked_fill(~valid, -1e30))
         values.append(v.float().masked_fill(~valid.mT, 0))
-    return (torch.cat(scores, -1).softmax(-1) @ torch.cat(values, 2)).to(q.dtype)
+    p = torch.cat(scores, -1).softmax(-1)
+    return (p @ torch.cat(values, 2)).to(q.dtype)
+
+# How codes are unpacked: two by one instruction, and without a conversion. The plane of d = 128 at 2 bits is read as 16
+# words of 16 bits; word w is the bytes 2w and 2w + 1:
+#
+#     bits of word w    15 14  13 12  11 10    9  8     7  6    5  4    3  2   1  0
+#     channel           2w+97  2w+65  2w+33    2w+1     2w+96   2w+64   2w+32  2w
+#
+# A 32-bit register a holds two such words, one in each half. A copy of it, shifted right by 8, is b:
+#
+#     register a     | upper byte, lower byte of word w+1 | upper byte, lower byte of word w |
+#     register b     |          0, upper byte of word w+1 |             , upper byte of word w |
+#
+# One `and` with the same mask in both halves leaves one code of each word, where it is, and each half of the result *is* a
+# float16:
+#
+#     mask of each half         what is left              as a float16      channel in a     in b
+#     0 00000 0000000011        0 00000 00000000cc        code · 2^-24      2w               2w + 1
+#     0 00000 0000001100        0 00000 000000cc00        code · 2^-22      2w + 32          2w + 33
+#     0 00000 0000110000        0 00000 0000cc0000        code · 2^-20      2w + 64          2w + 65
+#     0 00000 0011000000        0 00000 00cc000000        code · 2^-18      2w + 96          2w + 97
+#     sign, exponent, mantissa
+#
+# A float16 whose exponent bits are 0 is subnormal: it is its mantissa times 2^-24, and tensor cores multiply
+# subnormals exactly (Fasi et al., 2021). The powers of two are made up for elsewhere: in the queries for the keys, in
+# the finished sums for the values. What one mask takes out of all words of a token is a *slice*, a row of this table.
 
 class Slice(NamedTuple):
-    """What one mask takes out of all words of a packed token."""
+    """The codes of a packed token that one mask takes out of all words of a plane, one code of each word."""
     width: int          # bits of a code in this plane
-    byte: int           # where in the token the plane begins
-    word: int           # bits of a word: bytes where 16-bit ones were too few for a tensor core's 16 columns
+    plane_byte: int     # where in the token the plane begins
+    word_bits: int      # 16, or 8 where 16-bit words would be fewer than the 16 columns of a tensor core
     words: int          # how many the plane has
     bit: int            # where in each word the slice lies
-    first: int          # the channel that lies in the first word
+    channel: int        # which channel lies in the first word
     step: int           # from a word's channel to the next word's
-    exponent: int       # of the power of two its codes lack: for planes below, less its bit in the byte
+    exponent: int       # the masked float16 times 2^(24 + exponent) is what these bits add to the code
 
-def slices(d: int, bits: int) -> tuple[Slice, ...]:
+def slices(d, bits):
     """List all slices of d packed codes, plane by plane."""
-    found, byte = [], 0
-    for width, below in PLANES[bits]:
-        size = d * width // 8
-        word = 16 if size >= 32 else 8
-        for bit in range(0, word, width):
-            first = bit % 8 // width * size + bit // 8
-            found.append(Slice(width, byte, word, size * 8 // word, bit, first, word // 8, below - bit % 8))
-        byte += size
-    return tuple(found)
+    listed = []
+    plane_byte = 0
+    for plane in PLANES[bits]:
+        plane_bytes = d * plane.width // 8
+        word_bits = 16 if plane_bytes >= 32 else 8
+        for bit in range(0, word_bits, plane.width):
+            byte_in_word = bit // 8
+            bit_in_byte = bit % 8
+            run = bit_in_byte // plane.width
+            listed.append(Slice(
+                plane.width,
+                plane_byte,
+                word_bits,
+                words=plane_bytes * 8 // word_bits,
+                bit=bit,
+                channel=run * plane_bytes + byte_in_word,
+                step=word_bits // 8,
+                exponent=plane.below - bit_in_byte))
+        plane_byte += plane_bytes
+    return tuple(listed)
 
-@at_compile_time
-def unpack_ptx(width, word):
-    """PTX and constraints to take 32 bits of packed codes apart, two codes an instruction.
+@constexpr_function
+def unpack_ptx(width, word_bits):
+    """Write the PTX that takes 32 bits of packed codes apart, as the table above, and the constraints of its operands.
 
-    A float16 with none but low mantissa bits is subnormal: code bits left where they lie in their byte, at
-    bit i, are code · 2^(i − 24), exactly, and tensor cores multiply subnormals exactly (Fasi et al., 2021).
-    So the neighbours are masked away and that is all: no shift for each code, no exponent, no conversion.
-    Register a gets the lower bytes of 16-bit words, b the upper; of four single bytes, a gets two and b two.
+    An output is a register of two float16, and outputs come slice by slice. Of two 16-bit words (Triton's pack=2) a slice
+    is one register. Of four bytes (pack=4) it is two: a gets the first two bytes and b the others.
     """
-    spread = {16: "mov.b32 a, $X; shr.b32 b, $X, 8;",
-              8: "prmt.b32 a, $X, 0, 0x4140; prmt.b32 b, $X, 0, 0x4342;"}[word]
-    outputs = [(i, register) for register in "ab" for i in range(0, 8, width)]
-    outputs = sorted(outputs) if word == 8 else outputs             # of bytes, a slice's halves together
-    ands = [f"and.b32 ${n}, {register}, {(2**width - 1 << i) * 0x10001:#x};"
-            for n, (i, register) in enumerate(outputs)]
-    ptx = " ".join(["{ .reg .b32 a, b;", spread.replace("X", str(len(outputs))), *ands, "}"])
-    return ptx, "=r," * len(outputs) + "r"
+    outputs = []                # of each: the register it is taken from, and the bit of the byte where the code lies
+    if word_bits == 16:
+        spread = "mov.b32 a, $X; shr.b32 b, $X, 8;"
+        for register in ("a", "b"):
+            for bit in range(0, 8, width):
+                outputs.append((register, bit))
+    else:
+        spread = "prmt.b32 a, $X, 0, 0x4140; prmt.b32 b, $X, 0, 0x4342;"
+        for bit in range(0, 8, width):
+            for register in ("a", "b"):
+                outputs.append((register, bit))
+
+    # The input's number, X, follows those of the outputs.
+    lines = [spread.replace("X", str(len(outputs)))]
+    for i in range(len(outputs)):
+        register, bit = outputs[i]
+        mask = (2**width - 1) << bit
+        lines.append(f"and.b32 ${i}, {register}, {mask * 0x10001:#x};")
+    return "{ .reg .b32 a, b; " + " ".join(lines) + " }", "=r," * len(outputs) + "r"
 
 class Variant(NamedTuple):
-    """What a decode kernel is compiled for. Its numbers reach tl.zeros in Triton 3.9, tl.full also in 3.7."""
+    """What a decode kernel is compiled for."""
     D: int
     K_BITS: int
     V_BITS: int
     K_SLICES: tuple[Slice, ...]
     V_SLICES: tuple[Slice, ...]
-    ROWS: int           # query heads of a group, padded
+    ROWS: int           # query heads of a KV head, padded
     TILE: int           # packed tokens that are read at a time
     WINDOW: int         # slots of a window that one program takes
-    FAST: bool          # codes are unpacked by `unpack_ptx`
+    FAST: bool          # whether codes are unpacked by `unpack_ptx`
     DOT: type           # of the operands of dot products with codes
 
-@jit
-def _codes(ptr, token, live, AXIS: tl.constexpr, BITS: tl.constexpr, SLICE: tl.constexpr,
-           MASKED: tl.constexpr, HOW: tl.constexpr):
-    """Load a slice of a tile of tokens, words along AXIS. (Compiled, the words are loaded once for all.)"""
-    WIDTH: tl.constexpr = SLICE.width
-    WORD: tl.constexpr = SLICE.word
-    word = tl.expand_dims(tl.arange(0, max(SLICE.words, 16)), 1 - AXIS)
-    at = (ptr + SLICE.byte).to(tl.pointer_type(tl.uint16 if WORD == 16 else tl.uint8))
-    at += tl.expand_dims(token, AXIS) * (HOW.D * BITS // WORD) + word
-    if MASKED or SLICE.words < 16:
-        words = tl.load(at, mask=tl.expand_dims(live, AXIS) & (word < SLICE.words), other=0)
-    else:
-        words = tl.load(at)
-    if HOW.FAST:
-        every = tl.inline_asm_elementwise(
-            unpack_ptx(WIDTH, WORD)[0], unpack_ptx(WIDTH, WORD)[1], [words],
-            dtype=(tl.float16,) * (WORD // WIDTH), is_pure=True, pack=32 // WORD)
-        codes = every[SLICE.bit // WIDTH]
-    else:                                               # the same, a code at a time
-        codes = words.to(tl.uint16) >> SLICE.bit // 8 * 8 & (2**WIDTH - 1) * 2**(SLICE.bit % 8)
-    return codes.to(tl.float16, bitcast=True).to(HOW.DOT)
+LOG2E = constant(1.4426950408889634)
+RANGE = constant(2.0**14)       # queries and weights are scaled to at most this; float16 ends at 2^16
+REMAINDER = constant(2.0**10)   # 2^24, which masked codes lack, over RANGE
+LEAST = constant(-1e30)         # a score in place of −∞: the merge gives an empty part weight 0, and no NaN
 
 @jit
-def _channels(SLICE: tl.constexpr):
-    """The channels of a slice's words, as a column, and which of the words exist."""
+def _load_slice(
+        ptr, token, exists, AXIS: tl.constexpr, BITS: tl.constexpr, SLICE: tl.constexpr,
+        MASKED: tl.constexpr, VARIANT: tl.constexpr):
+    """Load a plane of some tokens, words along AXIS, and keep one slice of it, as subnormal float16.
+
+    The compiler merges what the slices of a plane have in common: one load and one unpacking for all.
+    """
+    WIDTH: tl.constexpr = SLICE.width
+    WORD_BITS: tl.constexpr = SLICE.word_bits
+    word = tl.expand_dims(tl.arange(0, max(SLICE.words, 16)), 1 - AXIS)
+    ptr = (ptr + SLICE.plane_byte).to(tl.pointer_type(tl.uint16 if WORD_BITS == 16 else tl.uint8))
+    ptr += tl.expand_dims(token, AXIS) * (VARIANT.D * BITS // WORD_BITS) + word
+    if MASKED or SLICE.words < 16:
+        words = tl.load(ptr, mask=tl.expand_dims(exists, AXIS) & (word < SLICE.words), other=0)
+    else:
+        words = tl.load(ptr)
+
+    if VARIANT.FAST:
+        plane_slices = tl.inline_asm_elementwise(
+            unpack_ptx(WIDTH, WORD_BITS)[0], unpack_ptx(WIDTH, WORD_BITS)[1], [words],
+            dtype=(tl.float16,) * (WORD_BITS // WIDTH), is_pure=True, pack=32 // WORD_BITS)
+        codes = plane_slices[SLICE.bit // WIDTH]
+    else:
+        # The same, one code at a time.
+        byte = words.to(tl.uint16) >> (SLICE.bit // 8 * 8)
+        codes = byte & ((2**WIDTH - 1) * 2**(SLICE.bit % 8))
+    return codes.to(tl.float16, bitcast=True).to(VARIANT.DOT)
+
+@jit
+def _slice_channels(SLICE: tl.constexpr):
+    """Return the channels of a slice's words, as a column, and which of the words exist."""
     word = tl.arange(0, max(SLICE.words, 16))[:, None]
-    return SLICE.first + word * SLICE.step, word < SLICE.words
+    return SLICE.channel + word * SLICE.step, word < SLICE.words
 
 @jit
 def _split_pair(pair):
-    """`split_pair`, to float32."""
-    return (pair << 16).to(tl.float32, bitcast=True), (pair & -65536).to(tl.float32, bitcast=True)
+    """Do `split_pair`, to float32."""
+    scale = (pair << 16).to(tl.float32, bitcast=True)
+    offset = (pair & -65536).to(tl.float32, bitcast=True)
+    return scale, offset
 
 @jit
-def _scaled_queries(q_ptr, here, HOW: tl.constexpr):
-    """Load the queries slice by slice, scaled to ±2^14, as float16 has little room, and by what codes lack.
+def _load_queries(q_ptr, is_query, VARIANT: tl.constexpr):
+    """Load the queries slice by slice, in the range of float16, with the factors that undo what is done to them.
 
-    Also return what undoes it, and makes softmax a power of 2; and the sums that key offsets multiply.
+        masked codes              code · 2^-(24 + exponent)
+        queries                   q / largest · RANGE · 2^exponent
+        so their dot product is   q · code / (largest · REMAINDER), the score in these units
+        unit                      largest · REMAINDER · d^-1/2 · log2(e), which makes it softmax's, as a power of 2
+        offset_factor             Σq / (largest · REMAINDER), what a key's offset adds in these units
     """
-    q = tl.load(q_ptr + tl.arange(0, HOW.D)[:, None], mask=here, other=0)
+    q = tl.load(q_ptr + tl.arange(0, VARIANT.D)[:, None], mask=is_query, other=0)
     largest = tl.maximum(tl.max(tl.abs(q), 0), 1e-30)
-    size, bias = largest * (1024 * HOW.D**-0.5 * 1.4426950408889634), tl.sum(q, 0) / (largest * 1024)
-    query = ()
-    for i in tl.static_range(len(HOW.K_SLICES)):
-        at, there = _channels(HOW.K_SLICES[i])
-        q = tl.load(q_ptr + at, mask=there & here, other=0) / largest[None, :]
-        query = query + ((q * 2.0**(14 + HOW.K_SLICES[i].exponent)).to(HOW.DOT),)
-    return query, size, bias
+    unit = largest * (REMAINDER * VARIANT.D**-0.5 * LOG2E)
+    offset_factor = tl.sum(q, 0) / (largest * REMAINDER)
+
+    queries = ()
+    for i in tl.static_range(len(VARIANT.K_SLICES)):
+        channel, exists = _slice_channels(VARIANT.K_SLICES[i])
+        q = tl.load(q_ptr + channel, mask=exists & is_query, other=0) / largest[None, :]
+        query = q * (RANGE * 2.0**VARIANT.K_SLICES[i].exponent)
+        queries = queries + (query.to(VARIANT.DOT),)
+    return queries, unit, offset_factor
 
 @jit
-def _packed_tile(state, queries, packed, start, end, MASKED: tl.constexpr, HOW: tl.constexpr):
+def _attend_tile(state, query, packed, start, end, MASKED: tl.constexpr, VARIANT: tl.constexpr):
     """Add a tile of packed tokens, those before `end` if MASKED, to the running softmax `state`."""
-    peak, total, shift, top, acc = state
-    query, size, bias = queries
-    k, k_pair, v, v_pair = packed
-    token, at = tl.arange(0, HOW.TILE), tl.cast(start, tl.int64)
-    live = start + token < end
-    some, fill = (live, 0) if MASKED else (None, None)
-    k_scale, k_offset = _split_pair(tl.load(k_pair + at + token, mask=some, other=fill))
-    v_scale, v_offset = _split_pair(tl.load(v_pair + at + token, mask=some, other=fill))
-    score = tl.full([HOW.TILE, HOW.ROWS], 0, tl.float32)
-    k, v = k + at * (HOW.D * HOW.K_BITS // 8), v + at * (HOW.D * HOW.V_BITS // 8)
-    for i in tl.static_range(len(query)):
-        codes = _codes(k, token, live, 1, HOW.K_BITS, HOW.K_SLICES[i], MASKED, HOW)
-        score = tl.dot(codes, query[i], score, input_precision="tf32x3")
-    score = score * k_scale[:, None] + k_offset[:, None] * bias[None, :]
+    peak, total, offsets, largest_scale, sums = state
+    queries, unit, offset_factor = query
+    k_ptr, k_pairs_ptr, v_ptr, v_pairs_ptr = packed
+    token = tl.arange(0, VARIANT.TILE)
+    exists = start + token < end
+    start = tl.cast(start, tl.int64)
+    k_ptr += start * (VARIANT.D * VARIANT.K_BITS // 8)
+    v_ptr += start * (VARIANT.D * VARIANT.V_BITS // 8)
+
+    # Load the pairs.
     if MASKED:
-        score = tl.where(live[:, None], score, -float("inf"))
-    new_peak = tl.maximum(peak, tl.max(score, 0) * size)
-    p = tl.exp2(score * size[None, :] - new_peak[None, :])
+        k_pairs = tl.load(k_pairs_ptr + start + token, mask=exists, other=0)
+        v_pairs = tl.load(v_pairs_ptr + start + token, mask=exists, other=0)
+    else:
+        k_pairs = tl.load(k_pairs_ptr + start + token)
+        v_pairs = tl.load(v_pairs_ptr + start + token)
+    k_scale, k_offset = _split_pair(k_pairs)
+    v_scale, v_offset = _split_pair(v_pairs)
+
+    # Scores: scale · (q · codes) + offset · Σq.
+    score = tl.full([VARIANT.TILE, VARIANT.ROWS], 0, tl.float32)
+    for i in tl.static_range(len(queries)):
+        codes = _load_slice(
+            k_ptr, token, exists, 1, VARIANT.K_BITS, VARIANT.K_SLICES[i], MASKED, VARIANT)
+        score = tl.dot(codes, queries[i], score, input_precision="tf32x3")
+    score = score * k_scale[:, None] + k_offset[:, None] * offset_factor[None, :]
+    if MASKED:
+        score = tl.where(exists[:, None], score, -float("inf"))
+
+    # Softmax, with the largest score so far taken off. (peak begins at LEAST, so −∞ makes no NaN.)
+    new_peak = tl.maximum(peak, tl.max(score, 0) * unit)
+    p = tl.exp2(score * unit[None, :] - new_peak[None, :])
     decay = tl.exp2(peak - new_peak)
     total = total * decay + tl.sum(p, 0)
-    shift = shift * decay + tl.sum(p * v_offset[:, None], 0)
+    offsets = offsets * decay + tl.sum(p * v_offset[:, None], 0)
 
-    # Weights in units of the largest scale so far: float16 neither overflows nor loses what counts.
-    new_top = tl.maximum(top, tl.max(v_scale, 0))
-    weight = (p * (v_scale * (16384 / new_top))[:, None]).to(HOW.DOT)
-    decay *= top / new_top
-    sums = ()
-    for i in tl.static_range(len(acc)):                 # words first: to transpose codes takes shared memory
-        codes = _codes(v, token, live, 0, HOW.V_BITS, HOW.V_SLICES[i], MASKED, HOW)
-        sums = sums + (tl.dot(codes, weight, acc[i] * decay[None, :], input_precision="tf32x3"),)
-    return new_peak, total, shift, new_top, sums
+    # Weights p · scale, in units of the largest scale so far: float16 neither overflows nor loses what counts.
+    new_largest_scale = tl.maximum(largest_scale, tl.max(v_scale, 0))
+    weight = p * (v_scale * (RANGE / new_largest_scale))[:, None]
+    weight = weight.to(VARIANT.DOT)
+    sums_decay = decay * (largest_scale / new_largest_scale)
+
+    # Values: Σ p · scale · codes. Words come first, since transposing codes would take shared memory.
+    new_sums = ()
+    for i in tl.static_range(len(sums)):
+        codes = _load_slice(
+            v_ptr, token, exists, 0, VARIANT.V_BITS, VARIANT.V_SLICES[i], MASKED, VARIANT)
+        rescaled = sums[i] * sums_decay[None, :]
+        new_sums = new_sums + (tl.dot(codes, weight, rescaled, input_precision="tf32x3"),)
+    return new_peak, total, offsets, new_largest_scale, new_sums
 
 @jit
-def _store_slice(acc_ptr, sums, top, shift, SLICE: tl.constexpr):
-    """Store the weighted sums of a slice of the values, in full units; a second plane adds to the first."""
-    at, there = _channels(SLICE)
-    out = sums * (top * 2.0**(10 + SLICE.exponent))
-    if SLICE.byte == 0:
-        out += shift[None, :]
+def _store_slice(sums_ptr, sums, largest_scale, offsets, SLICE: tl.constexpr):
+    """Store a slice's weighted sum of values, in full units; a second plane adds to the first."""
+    channel, exists = _slice_channels(SLICE)
+    values = sums * (largest_scale * (REMAINDER * 2.0**SLICE.exponent))
+    if SLICE.plane_byte == 0:
+        values += offsets[None, :]
     else:
         if SLICE.bit == 0:
-            tl.debug_barrier()                          # as other threads stored the first
-        out += tl.load(acc_ptr + at, mask=there, other=0)
-    tl.store(acc_ptr + at, out, mask=there)
+            tl.debug_barrier()          # before any of it is loaded: other threads stored the first plane
+        values += tl.load(sums_ptr + channel, mask=exists, other=0)
+    tl.store(sums_ptr + channel, values, mask=exists)
 
 @jit
-def _rows(buffers, strides, b, g):
-    """Where each of the buffers (b, g, ...) begins for one b and g."""
-    found = ()
+def _row_pointers(buffers, strides, b, g):
+    """Return where each of the buffers (b, g, ...) begins for one b and g."""
+    pointers = ()
     for i in tl.static_range(len(strides)):
-        found = found + (buffers[i] + b * strides[i][0] + g * strides[i][1],)
-    return found
+        pointers = pointers + (buffers[i] + b * strides[i][0] + g * strides[i][1],)
+    return pointers
 
 @jit
-def _packed_part(q_ptr, acc_ptr, here, packed, strides, b, g, part, PARTS, HOW: tl.constexpr):
-    """Softmax over one of PARTS shares of the packed tokens: store weighted sums, return peaks and totals."""
-    n, buffers = tl.load(packed[4] + b), _rows(packed, strides, b, g)
-    share = tl.cdiv(tl.cdiv(n, PARTS), HOW.TILE) * HOW.TILE
-    start = tl.minimum(part * share, n)
-    end = tl.minimum(start + share, n)
-    middle = start + (end - start) // HOW.TILE * HOW.TILE
-    queries, acc = _scaled_queries(q_ptr, here, HOW), ()
-    for i in tl.static_range(len(HOW.V_SLICES)):
-        acc = acc + (tl.full([max(HOW.V_SLICES[i].words, 16), HOW.ROWS], 0, tl.float32),)
-    zero = tl.full([HOW.ROWS], 0, tl.float32)
-    state = (zero - 1e30, zero, zero, 1e-30, acc)       # peaks, totals, sums of offsets, largest scale, sums
+def _attend_packed(
+        q_ptr, sums_ptr, is_query, packed, strides, b, g, part, parts, VARIANT: tl.constexpr):
+    """Attend to one of `parts` shares of the packed tokens: store weighted sums, return largest scores and totals."""
+    # The share: whole tiles, but for the last.
+    tokens = tl.load(packed[4] + b)
+    pointers = _row_pointers(packed, strides, b, g)
+    share = tl.cdiv(tl.cdiv(tokens, parts), VARIANT.TILE) * VARIANT.TILE
+    start = tl.minimum(part * share, tokens)
+    end = tl.minimum(start + share, tokens)
+    whole_tiles_end = start + (end - start) // VARIANT.TILE * VARIANT.TILE
 
-    for at in range(start, middle, HOW.TILE):
-        state = _packed_tile(state, queries, buffers, at, end, False, HOW)
-    if middle < end:                                    # apart, so that the loop needs no masks
-        state = _packed_tile(state, queries, buffers, middle, end, True, HOW)
+    # An empty softmax: largest score, total, sum of offsets, largest scale, and the sums of values in units of that scale.
+    # (tl.full and not tl.zeros, which takes no numbers out of a Variant in some versions of Triton.)
+    query = _load_queries(q_ptr, is_query, VARIANT)
+    sums = ()
+    for i in tl.static_range(len(VARIANT.V_SLICES)):
+        sums = sums + (tl.full([max(VARIANT.V_SLICES[i].words, 16), VARIANT.ROWS], 0, tl.float32),)
+    zero = tl.full([VARIANT.ROWS], 0, tl.float32)
+    state = (zero + LEAST, zero, zero, 1e-30, sums)
 
-    peak, total, shift, top, acc = state
-    for i in tl.static_range(len(acc)):
-        _store_slice(acc_ptr, acc[i], top, shift, HOW.V_SLICES[i])
+    # The last tile stands apart, so that the loop needs no masks.
+    for tile in range(start, whole_tiles_end, VARIANT.TILE):
+        state = _attend_tile(state, query, pointers, tile, end, False, VARIANT)
+    if whole_tiles_end < end:
+        state = _attend_tile(state, query, pointers, whole_tiles_end, end, True, VARIANT)
+
+    peak, total, offsets, largest_scale, sums = state
+    for i in tl.static_range(len(sums)):
+        _store_slice(sums_ptr, sums[i], largest_scale, offsets, VARIANT.V_SLICES[i])
     return peak, total
 
 @jit
-def _window_part(q_ptr, acc_ptr, here, window, strides, b, g, part, HOW: tl.constexpr):
-    """As `_packed_part`, over some slots of a window."""
-    k, v = _rows(window, strides, b, g)
-    d, slot = tl.arange(0, HOW.D), part * HOW.WINDOW + tl.arange(0, HOW.WINDOW)
-    live, slot = slot < tl.load(window[2] + b), slot.to(tl.int64)
-    q = tl.load(q_ptr + d[:, None], mask=here, other=0)
-    k = tl.load(k + slot[:, None] * strides[0][2] + d[None, :], mask=live[:, None], other=0)
-    if HOW.DOT == tl.float32:                           # the interpreter would multiply bfloat16's bits
-        q, k = q.to(tl.float32), k.to(tl.float32)
-    score = tl.dot(k, q, input_precision="tf32x3") * (HOW.D**-0.5 * 1.4426950408889634)
-    score = tl.where(live[:, None], score, -1e30)
+def _attend_window(q_ptr, sums_ptr, is_query, window, strides, b, g, part, VARIANT: tl.constexpr):
+    """Attend to some slots of a window: as `_attend_packed`."""
+    k_ptr, v_ptr = _row_pointers(window, strides, b, g)
+    d = tl.arange(0, VARIANT.D)
+    slot = part * VARIANT.WINDOW + tl.arange(0, VARIANT.WINDOW)
+    exists = slot < tl.load(window[2] + b)
+    slot = slot.to(tl.int64)
+
+    # Scores, and a softmax of their own.
+    q = tl.load(q_ptr + d[:, None], mask=is_query, other=0)
+    k_ptr += slot[:, None] * strides[0][2] + d[None, :]
+    k = tl.load(k_ptr, mask=exists[:, None], other=0)
+    if VARIANT.DOT == tl.float32:       # the interpreter would multiply the bits of bfloat16
+        q = q.to(tl.float32)
+        k = k.to(tl.float32)
+    score = tl.dot(k, q, input_precision="tf32x3") * (VARIANT.D**-0.5 * LOG2E)
+    score = tl.where(exists[:, None], score, LEAST)
     peak = tl.max(score, 0)
-    p = tl.where(live[:, None], tl.exp2(score - peak[None, :]), 0)
-    v = tl.load(v + slot[None, :] * strides[1][2] + d[:, None], mask=live[None, :], other=0)
-    if HOW.DOT == tl.float32:
+    p = tl.where(exists[:, None], tl.exp2(score - peak[None, :]), 0)
+
+    # Values are loaded only now: with keys beside them they would take twice the shared memory.
+    v_ptr += slot[None, :] * strides[1][2] + d[:, None]
+    v = tl.load(v_ptr, mask=exists[None, :], other=0)
+    if VARIANT.DOT == tl.float32:
         v = v.to(tl.float32)
-    tl.store(acc_ptr + d[:, None], tl.dot(v, p.to(v.dtype), input_precision="tf32x3"))
+    sums = tl.dot(v, p.to(v.dtype), input_precision="tf32x3")
+    tl.store(sums_ptr + d[:, None], sums)
     return peak, tl.sum(p, 0)
 
 @jit
-def _decode_kernel(q_ptr, qt_ptr, sinks, packed, recent, strides, acc_ptr, stat_ptr, G, R, PARTS, SINK_PARTS,
-                   HOW: tl.constexpr):
-    """A group's query heads, as columns of the tiles, over a share of the packed tokens or of a window."""
-    part, head = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    b, g, r = head // G, head % G, tl.arange(0, HOW.ROWS)
-    to, q_at, here = head * tl.num_programs(0) + part, (head * R + r[None, :]) * HOW.D, r[None, :] < R
-    acc_ptr += (to * HOW.ROWS + r[None, :]) * HOW.D
-    if part < PARTS:
-        peak, total = _packed_part(qt_ptr + q_at, acc_ptr, here, packed, strides[1], b, g, part, PARTS, HOW)
-    elif part < PARTS + SINK_PARTS:
-        peak, total = _window_part(q_ptr + q_at, acc_ptr, here, sinks, strides[0], b, g, part - PARTS, HOW)
+def _decode_kernel(
+        q_ptr, q_packed_ptr, sinks, packed, recent, strides, sums_ptr, stats_ptr, G, R,
+        packed_parts, sink_parts, VARIANT: tl.constexpr):
+    """Attend, for the query heads of one KV head, to one part: of the packed tokens, the sinks or the recent window."""
+    # Heads count (b, g), in 64 bits, or offsets would wrap at 2^31.
+    part = tl.program_id(0)
+    head = tl.program_id(1).to(tl.int64)
+    b = head // G
+    g = head % G
+    r = tl.arange(0, VARIANT.ROWS)
+    is_query = r[None, :] < R
+    query_offset = (head * R + r[None, :]) * VARIANT.D
+    partial = head * tl.num_programs(0) + part
+    sums_ptr += (partial * VARIANT.ROWS + r[None, :]) * VARIANT.D
+
+    q_ptr += query_offset
+    if part < packed_parts:
+        peak, total = _attend_packed(
+            q_packed_ptr + query_offset, sums_ptr, is_query, packed, strides[1], b, g,
+            part, packed_parts, VARIANT)
+    elif part < packed_parts + sink_parts:
+        peak, total = _attend_window(
+            q_ptr, sums_ptr, is_query, sinks, strides[0], b, g, part - packed_parts, VARIANT)
     else:
-        peak, total = _window_part(q_ptr + q_at, acc_ptr, here, recent, strides[2], b, g,
-                                   part - PARTS - SINK_PARTS, HOW)
-    tl.store(stat_ptr + to * 2 * HOW.ROWS + r, peak)
-    tl.store(stat_ptr + (to * 2 + 1) * HOW.ROWS + r, total)
+        part -= packed_parts + sink_parts
+        peak, total = _attend_window(
+            q_ptr, sums_ptr, is_query, recent, strides[2], b, g, part, VARIANT)
+    tl.store(stats_ptr + partial * 2 * VARIANT.ROWS + r, peak)
+    tl.store(stats_ptr + (partial * 2 + 1) * VARIANT.ROWS + r, total)
 
 @jit
-def _merge_kernel(acc_ptr, stat_ptr, out_ptr, parts, R, D: tl.constexpr, ROWS: tl.constexpr,
-                  BLOCK: tl.constexpr, CHUNK: tl.constexpr):
-    """Join the softmaxes of all parts, for CHUNK channels of a query head; empty parts hold zeros."""
+def _merge_kernel(
+        sums_ptr, stats_ptr, out_ptr, parts, R, D: tl.constexpr, ROWS: tl.constexpr,
+        BLOCK: tl.constexpr, CHUNK: tl.constexpr):
+    """Merge the partial softmaxes of all parts, for CHUNK channels of one query head; an empty part holds zeros."""
     row = tl.program_id(0).to(tl.int64)
-    head, r, d = row // R, row % R, tl.program_id(1) * CHUNK + tl.arange(0, CHUNK)
-    peak, total, acc = -1e30, 0.0, tl.zeros([CHUNK], tl.float32)
+    head = row // R
+    r = row % R
+    d = tl.program_id(1) * CHUNK + tl.arange(0, CHUNK)
+    peak = -1e30
+    total = 0.0
+    sums = tl.zeros([CHUNK], tl.float32)
     for start in range(0, parts, BLOCK):
         part = start + tl.arange(0, BLOCK)
-        live, at = part < parts, head * parts + part
-        peaks = tl.load(stat_ptr + at * 2 * ROWS + r, mask=live, other=-1e30)
-        totals = tl.load(stat_ptr + (at * 2 + 1) * ROWS + r, mask=live, other=0)
-        accs = tl.load(acc_ptr + (at * ROWS + r)[:, None] * D + d[None, :], mask=live[:, None], other=0)
+        exists = part < parts
+        partial = head * parts + part
+        peaks = tl.load(stats_ptr + partial * 2 * ROWS + r, mask=exists, other=-1e30)
+        totals = tl.load(stats_ptr + (partial * 2 + 1) * ROWS + r, mask=exists, other=0)
+        part_sums_ptr = sums_ptr + (partial * ROWS + r)[:, None] * D + d[None, :]
+        part_sums = tl.load(part_sums_ptr, mask=exists[:, None], other=0)
+
         new_peak = tl.maximum(peak, tl.max(peaks, 0))
-        weight, decay = tl.exp2(peaks - new_peak), tl.exp2(peak - new_peak)
+        weight = tl.exp2(peaks - new_peak)
+        decay = tl.exp2(peak - new_peak)
         total = total * decay + tl.sum(totals * weight, 0)
-        acc = acc * decay + tl.sum(accs * weight[:, None], 0)
+        sums = sums * decay + tl.sum(part_sums * weight[:, None], 0)
         peak = new_peak
-    tl.store(out_ptr + row * D + d, (acc / tl.where(total > 0, total, 1)).to(out_ptr.dtype.element_ty))
+    values = sums / tl.where(total > 0, total, 1)
+    tl.store(out_ptr + row * D + d, values.to(out_ptr.dtype.element_ty))
 
-WINDOW = 32                                             # slots of a window that one program takes
+WINDOW_SLOTS = 32               # of a window, per program
+PART_TOKENS = 512               # packed tokens that are worth a program of their own
+MOST_PARTS = 256
+MERGE_PARTS = 32                # partial softmaxes that the merge reads at a time
+MERGE_CHANNELS = 32             # of one merging program
 
-def tiling(d: int, bits: tuple[int, int], rows: int, fast: bool, cc: int) -> dict:
-    """Tokens a tile, a warp a program, loads two tiles ahead, a bound on registers where ptxas overdoes them.
+def tiling(d, bits, rows, fast, capability):
+    """Choose the tile (packed tokens read at a time) and the compiler's options: one warp, loads two tiles ahead.
 
-    Small tiles where large ones spill: many queries, codes unpacked singly, 3 bits in 128 channels on
-    Blackwell. They spend half as many instructions again.
+    Tiles are small where large ones spill registers: for more than 8 queries, for codes unpacked singly but 2-bit ones, and
+    for 3 bits in more than 64 channels on consumer Blackwell. Small tiles spend 1.5 times the instructions. Where ptxas
+    would take too many registers, these are bounded.
     """
-    wide = d > 64 and set(bits) not in ({2}, {4}, {8})
-    small = rows > 8 or (not fast and set(bits) != {2}) or (wide and 3 in bits and cc >= 120)
-    bound = dict(maxnreg=200) if wide and rows == 8 else {}
-    return dict(TILE=16 if small else 64, num_warps=1, num_stages=3) | bound
+    uneven = d > 64 and set(bits) not in ({2}, {4}, {8})
+    small = rows > 8
+    if not fast and set(bits) != {2}:
+        small = True
+    if uneven and 3 in bits and capability >= 120:
+        small = True
+
+    options = dict(num_warps=1, num_stages=3)
+    if uneven and rows == 8:
+        options["maxnreg"] = 200
+    return 16 if small else 64, options
 
 @functools.cache
-def variant(d: int, bits: tuple[int, int], rows: int, fast: bool, cc: int, dot) -> tuple[Variant, dict]:
+def variant(d, bits, rows, fast, capability, dot):
     """Return what to compile the decode kernel for, and the compiler's options."""
-    options = tiling(d, bits, rows, fast, cc)
-    tile = options.pop("TILE")
-    return Variant(d, *bits, *(slices(d, width) for width in bits), rows, tile, WINDOW, fast, dot), options
+    tile, options = tiling(d, bits, rows, fast, capability)
+    k_bits, v_bits = bits
+    k_slices = slices(d, k_bits)
+    v_slices = slices(d, v_bits)
+    return Variant(
+        d, k_bits, v_bits, k_slices, v_slices, rows, tile, WINDOW_SLOTS, fast, dot), options
 
-@fused(decode_attention_ref)
-def decode_attention(q, qt, sinks, packed, recent, bits):
-    """Launch `_decode_kernel` and `_merge_kernel`. Moves d·(k_bits + v_bits)/8 + 8 bytes a packed token and
-    KV head, 2·d elements a window slot, and 4·(d + 2) bytes, twice, a part and query head.
+def check_packed(codes, pairs, bits, d):
+    """Refuse buffers that do not hold packed tokens of d channels, one pair each."""
+    check_bits(bits)
+    b, g, s, _ = codes.shape
+    if codes.dtype != torch.uint8 or codes.shape[3] * 8 != d * bits:
+        raise ValueError(
+            f"{bits}-bit codes of {d} channels are {d * bits // 8} bytes of uint8 per token, "
+            f"not {codes.shape[3]} of {codes.dtype}")
+    if pairs.dtype != torch.int32 or pairs.shape != (b, g, s, 1):
+        raise ValueError(
+            f"pairs of these codes are int32 ({b}, {g}, {s}, 1), "
+            f"not {pairs.dtype} {tuple(pairs.shape)}"
+        )
+
+def check_dense(buffer):
+    """Refuse packed tokens that do not lie one behind the other, without a gap: the kernel relies on it."""
+    width = buffer.shape[3]
+    tokens_apart = buffer.shape[2] > 1 and buffer.stride(2) != width
+    if tokens_apart or (width > 1 and buffer.stride(3) != 1) or buffer.data_ptr() % 2:
+        raise ValueError(
+            f"packed tokens of shape {tuple(buffer.shape)} have strides {buffer.stride()}: "
+            "the bytes of each token, and successive tokens, must lie side by side")
+
+def check_window(window, q):
+    """Refuse a window whose keys and values do not fit the queries q (b, g, r, d)."""
+    b, g, _, d = q.shape
+    for x in window[:2]:
+        if x.shape != (b, g, x.shape[2], d) or x.dtype != q.dtype or x.stride(3) != 1:
+            raise ValueError(
+                f"windows are ({b}, {g}, slots, {d}) in {q.dtype} with channels side by side, "
+                f"not {tuple(x.shape)} in {x.dtype} with strides {x.stride()}")
+
+def check_decode(q, q_packed, sinks, packed, recent, bits):
+    """Refuse what the decode kernel would misread."""
+    b, g, _, d = q.shape
+    if q_packed.shape != q.shape:
+        raise ValueError(
+            f"queries are {tuple(q.shape)}, but the transformed ones {tuple(q_packed.shape)}")
+    if q_packed.dtype != torch.float32:
+        raise ValueError(f"transformed queries are float32 here, not {q_packed.dtype}")
+    k_codes, k_pairs, v_codes, v_pairs, _ = packed
+    k_bits, v_bits = bits
+    check_packed(k_codes, k_pairs, k_bits, d)
+    check_packed(v_codes, v_pairs, v_bits, d)
+    for buffer in packed[:4]:
+        check_dense(buffer)
+        if buffer.shape[:2] != (b, g):
+            raise ValueError(
+                f"packed tokens are of {b} rows and {g} heads here, not {tuple(buffer.shape)}")
+    check_window(sinks, q)
+    check_window(recent, q)
+    for count in sinks[2], packed[4], recent[2]:
+        if count.dtype != torch.int32 or count.shape != (b,):
+            raise ValueError(
+                f"counts of tokens are int32 ({b},), not {count.dtype} {tuple(count.shape)}")
+
+def decode_attention(
+        q: Tensor, q_packed: Tensor, sinks: Window, packed: Packed, recent: Window,
+        bits: tuple[int, int]) -> Tensor:
+    """Do `decode_attention_ref`, by `_decode_kernel` and `_merge_kernel` where these can run.
+
+    Moves, per KV head, d·(k_bits + v_bits)/8 + 8 bytes per packed token and 2·d elements per window slot; and, once out
+    and once in, 4·(d + 2) bytes per part and query head, of which there are at least 8.
     """
+    check_decode(q, q_packed, sinks, packed, recent, bits)
+    if serves(q) and q.shape[-1] in HEAD_DIMS:
+        out = attempt(launch_decode, q, q_packed, sinks, packed, recent, bits)
+        if out is not None:
+            return out
+    return decode_attention_ref(q, q_packed, sinks, packed, recent, bits)
+
+def launch_decode(q, q_packed, sinks, packed, recent, bits):
+    """Cut the tokens into parts, attend to each and merge."""
     b, g, r, d = q.shape
-    if not all(x.stride(-1) == 1 for x in (*sinks[:2], *packed[0:4:2], *recent[:2])) or \
-            not all(x.stride(2) == x.shape[3] for x in packed[:4]):
-        raise ValueError("channels, and the codes and pairs of successive tokens, must lie side by side")
-    cuda, dot = q.is_cuda, tl.float32 if INTERPRET or q.dtype == torch.float32 else tl.float16
-    cc = 10 * torch.cuda.get_device_capability(q.device)[0] if cuda else 0
-    fast, rows = cc >= 80 and dot == tl.float16, max(8, triton.next_power_of_2(r))
-    cores = torch.cuda.get_device_properties(q.device).multi_processor_count if cuda else 1
-    # Eight programs a multiprocessor, by the buffers' sizes: to ask the device for lengths would wait for it.
-    parts = min(triton.cdiv(8 * cores, b * g), triton.cdiv(packed[0].shape[2], 512), 256)
-    sink_parts, recent_parts = (triton.cdiv(k.shape[2], WINDOW) for k in (sinks[0], recent[0]))
-    every = parts + sink_parts + recent_parts
-    acc, stat = (torch.empty(b * g * every * rows, size, device=q.device) for size in (d, 2))
+    capability = 0
+    processors = 1
+    if q.is_cuda:
+        major, _ = torch.cuda.get_device_capability(q.device)
+        capability = 10 * major
+        processors = torch.cuda.get_device_properties(q.device).multi_processor_count
+    dot = tl.float32 if INTERPRET or q.dtype == torch.float32 else tl.float16
+    fast = capability >= 80 and dot == tl.float16
+    rows = max(8, triton.next_power_of_2(r))
+
+    # Eight programs per multiprocessor, by the sizes of buffers: to ask the device for counts would wait for it.
+    wanted_parts = triton.cdiv(8 * processors, b * g)
+    packed_parts = min(wanted_parts, triton.cdiv(packed[0].shape[2], PART_TOKENS), MOST_PARTS)
+    sink_parts = triton.cdiv(sinks[0].shape[2], WINDOW_SLOTS)
+    recent_parts = triton.cdiv(recent[0].shape[2], WINDOW_SLOTS)
+    parts = packed_parts + sink_parts + recent_parts
+
+    sums = torch.empty(b * g * parts, rows, d, dtype=torch.float32, device=q.device)
+    stats = torch.empty(b * g * parts, 2, rows, dtype=torch.float32, device=q.device)
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
-    strides = tuple(tuple(x.stride()[:3] for x in part) for part in (sinks[:2], packed[:4], recent[:2]))
-    if every:
-        how, options = variant(d, tuple(bits), rows, fast, cc, dot)
-        _decode_kernel[every, b * g](q.contiguous(), qt.contiguous(), sinks, packed, recent, strides, acc,
-                                     stat, g, r, parts, sink_parts, how, **options)
-    _merge_kernel[b * g * r, triton.cdiv(d, 32)](acc, stat, out, every, r, d, rows, 32, min(d, 32))
+    strides = tuple(
+        tuple(x.stride()[:3] for x in buffers) for buffers in (sinks[:2], packed[:4], recent[:2]))
+    if parts:
+        compiled_for, options = variant(d, tuple(bits), rows, fast, capability, dot)
+        _decode_kernel[parts, b * g](
+            q.contiguous(), q_packed.contiguous(), tuple(sinks), tuple(packed), tuple(recent),
+            strides, sums, stats, g, r, packed_parts, sink_parts, compiled_for, **options)
+    _merge_kernel[b * g * r, triton.cdiv(d, MERGE_CHANNELS)](
+        sums, stats, out, parts, r, d, rows, MERGE_PARTS, MERGE_CHANNELS)
     return out
 
 
-# ----------------------------------------------------------------------------------------------------------
-# Packed codes under a dot product, on the CPU. Scale and offset act on the score, not on each element, and
-# torch.compile fuses unpack and dot into one pass over the bytes, so that nothing is ever restored.
+# ----------------------------------------------------------------------------------------------------------------
+# Reading packed tokens on the CPU
+#
+# Here too scale and offset act on the score, not on each element. torch.compile makes one pass over the bytes of what
+# is written below for it, so nothing is ever restored in memory; short caches and several new tokens take the reference.
 
-def tiles(codes: Tensor, pair: Tensor, bits: int, count: int, size: int = 1024):
-    """Unpack the first `count` tokens piece by piece: yield a piece's place, codes, scales and offsets."""
-    for start in range(0, max(count, 1), size):         # no tokens are one empty piece
-        place = slice(start, min(start + size, count))
-        scale, offset = (half.float().mT for half in split_pair(pair[:, :, place]))
-        yield place, unpack_ref(codes[:, :, place], bits).float(), scale, offset
+PIECE_TOKENS = 1024         # that a reference unpacks at a time
+WORTH_COMPILING = 1024      # packed tokens: shorter contexts never earn the compiler's ten seconds back
+MOST_QUERIES = 16           # per KV head: the compiled code is written out for each
 
-def packed_scores_ref(q: Tensor, codes: Tensor, pair: Tensor, bits: int, count: int) -> Tensor:
-    """Return q · x̂ for the first `count` packed tokens, a pair each: q (b, g, r, d) -> (b, g, r, count)."""
-    total, pieces = q.sum(-1, keepdim=True), tiles(codes, pair, bits, count)
-    return torch.cat([q @ x.mT * scale + total * offset for _, x, scale, offset in pieces], -1)
+def unpacked_pieces(codes, pairs, bits, count):
+    """Unpack the first `count` tokens piece by piece: yield each piece's slice of tokens, codes, scales and offsets.
 
-def packed_values_ref(p: Tensor, codes: Tensor, pair: Tensor, bits: int, count: int) -> Tensor:
+    Codes are (b, g, s, d) in float32, scales and offsets (b, g, 1, s). No tokens are one empty piece.
+    """
+    for start in range(0, max(count, 1), PIECE_TOKENS):
+        piece = slice(start, min(start + PIECE_TOKENS, count))
+        scale, offset = split_pair(pairs[:, :, piece])
+        yield piece, unpack(codes[:, :, piece], bits).float(), scale.float().mT, offset.float().mT
+
+@exactly
+def packed_scores_ref(q: Tensor, codes: Tensor, pairs: Tensor, bits: int, count: int) -> Tensor:
+    """Return q · x̂ for the first `count` packed tokens: q (b, g, r, d) -> (b, g, r, count)."""
+    q_sum = q.sum(-1, keepdim=True)
+    scores = []
+    for _, x, scale, offset in unpacked_pieces(codes, pairs, bits, count):
+        scores.append(q @ x.mT * scale + q_sum * offset)
+    return torch.cat(scores, -1)
+
+@exactly
+def packed_values_ref(p: Tensor, codes: Tensor, pairs: Tensor, bits: int, count: int) -> Tensor:
     """Return Σ_s p_s x̂_s over the first `count` packed tokens: p (b, g, r, count) -> (b, g, r, d)."""
     values = 0
-    for place, x, scale, offset in tiles(codes, pair, bits, count):
-        values = values + (p[..., place] * scale) @ x
-        values = values + (p[..., place] * offset).sum(-1, keepdim=True)
+    for piece, x, scale, offset in unpacked_pieces(codes, pairs, bits, count):
+        weights = p[..., piece]
+        values = values + (weights * scale) @ x
+        values = values + (weights * offset).sum(-1, keepdim=True)
     return values
 
-def runs_of(codes: Tensor, pair: Tensor, bits: int, count: int) -> tuple[Tensor, Tensor, list]:
-    """Scales and offsets (b, g, s) of the first `count` tokens; plane by plane, their runs of channels."""
-    codes, pair, planes = codes[:, :, :count], pair[:, :, :count, 0], []
-    scale, offset = (half.view(torch.float32) for half in (pair << 16, pair & -65536))
-    sizes = [codes.shape[-1] * width // bits for width, _ in PLANES[bits]]
-    for (width, below), plane in zip(PLANES[bits], codes.split(sizes, -1)):
-        planes.append([(plane >> i & 2**width - 1).float() * 2**below for i in range(0, 8, width)])
+def runs_of_channels(codes, pairs, bits, count):
+    """Return scales and offsets (b, g, s) of the first `count` tokens, and plane by plane the runs of channels."""
+    codes = codes[:, :, :count]
+    pairs = pairs[:, :, :count, 0]
+    scale = (pairs << 16).view(torch.float32)
+    offset = (pairs & -65536).view(torch.float32)
+
+    planes = []
+    for plane, part in zip(PLANES[bits], split_planes(codes, bits)):
+        mask = 2**plane.width - 1
+        runs = [(part >> bit) & mask for bit in range(0, 8, plane.width)]
+        planes.append([run.float() * 2**plane.below for run in runs])
     return scale, offset, planes
 
-def scores_in_one_pass(q: Tensor, codes: Tensor, pair: Tensor, bits: int, count: int) -> Tensor:
-    """`packed_scores_ref` for the compiler: one sum over a token's bytes serves all runs and all queries."""
-    (scale, offset, planes), scores = runs_of(codes, pair, bits, count), []
+def scores_in_one_pass(q, codes, pairs, bits, count):
+    """Do `packed_scores_ref`, for the compiler: one sum over a token's bytes serves all runs and all queries."""
+    scale, offset, planes = runs_of_channels(codes, pairs, bits, count)
+    scores = []
     for query in q[:, :, :, None].unbind(2):
-        dots = (sum(part * x for part, x in zip(query.chunk(len(runs), -1), runs)).sum(-1) for runs in planes)
-        scores.append(sum(dots) * scale + query.sum(-1) * offset)
+        dots = 0
+        for runs in planes:
+            pieces = query.chunk(len(runs), -1)
+            dots = dots + sum(piece * run for piece, run in zip(pieces, runs)).sum(-1)
+        scores.append(dots * scale + query.sum(-1) * offset)
     return torch.stack(scores, 2)
 
-def values_in_one_pass(p: Tensor, codes: Tensor, pair: Tensor, bits: int, count: int) -> Tensor:
-    """`packed_values_ref` for the compiler."""
-    (scale, offset, planes), values = runs_of(codes, pair, bits, count), []
+def values_in_one_pass(p, codes, pairs, bits, count):
+    """Do `packed_values_ref`, for the compiler."""
+    scale, offset, planes = runs_of_channels(codes, pairs, bits, count)
+    values = []
     for weight in p.unbind(2):
         scaled = (weight * scale)[..., None]
-        sums = (torch.cat([(scaled * x).sum(-2) for x in runs], -1) for runs in planes)
-        values.append(sum(sums) + (weight * offset).sum(-1, keepdim=True))
+        sums = 0
+        for runs in planes:
+            sums = sums + torch.cat([(scaled * run).sum(-2) for run in runs], -1)
+        values.append(sums + (weight * offset).sum(-1, keepdim=True))
     return torch.stack(values, 2)
 
-WORTH_COMPILING = 1024      # packed tokens: shorter contexts never earn the compiler's ten seconds back
+@functools.cache
+def compiled(function):
+    """Compile a function on its first use, since the compiler imports much."""
+    return torch.compile(function, dynamic=True)
 
-def in_one_pass(reference, one_pass):
-    """Make a CPU launcher: compiled for one step's queries on a long cache, else the reference itself."""
-    compiled = functools.cache(lambda: torch.compile(one_pass, dynamic=True))   # on first use: imports much
+def launch_scores(q, *args):
+    return compiled(scores_in_one_pass)(q, *args)
 
-    def pays(x, codes, pair, bits, count):
-        return not x.is_cuda and count >= WORTH_COMPILING and x.shape[2] <= 16
+def launch_values(p, *args):
+    return compiled(values_in_one_pass)(p, *args)
 
-    return or_else(reference, lambda *args: compiled()(*args), pays)
+def check_read(x, codes, pairs, bits, count):
+    """Refuse packed tokens, or a number of them, that are not there."""
+    d = codes.shape[-1] * 8 // bits if bits in PLANES else 0
+    check_packed(codes, pairs, bits, d)
+    if x.dim() != 4 or x.shape[:2] != codes.shape[:2]:
+        raise ValueError(
+            f"{tuple(x.shape)} and packed tokens {tuple(codes.shape)} do not fit in rows and heads")
+    if not 0 <= count <= codes.shape[2]:
+        raise ValueError(f"{count} packed tokens are asked for, of {codes.shape[2]}")
 
-packed_scores = in_one_pass(packed_scores_ref, scores_in_one_pass)
-packed_values = in_one_pass(packed_values_ref, values_in_one_pass)
+def is_worth_compiling(x, count):
+    return not x.is_cuda and count >= WORTH_COMPILING and x.shape[2] <= MOST_QUERIES
 
+def packed_scores(q: Tensor, codes: Tensor, pairs: Tensor, bits: int, count: int) -> Tensor:
+    """Do `packed_scores_ref`, compiled where that is worth it. Moves d·bits/8 + 4 bytes per token and KV head."""
+    check_read(q, codes, pairs, bits, count)
+    if q.shape[3] * bits != codes.shape[3] * 8:
+        raise ValueError(
+            f"queries of {q.shape[3]} channels do not fit "
+            f"{codes.shape[3]} bytes of {bits}-bit codes"
+        )
+    if is_worth_compiling(q, count):
+        scores = attempt(launch_scores, q, codes, pairs, bits, count)
+        if scores is not None:
+            return scores
+    return packed_scores_ref(q, codes, pairs, bits, count)
 
-# ------------------------------------------------------------------------------------------------------------
-# python kernels.py: check the kernels on the device at hand; --compile: their cost on GPUs that are not.
-
-TARGETS = 80, 86, 89, 90, 100, 120                      # compute capabilities
-
-def example(b, g, r, d, bits, slots, dtype=torch.float32, device="cpu", seed=0):
-    """Arguments of `decode_attention`: lengths up to `slots` (sinks, packed, recent), NaN beyond."""
-    torch.manual_seed(seed)
-    lengths = [torch.randint(0, most + 1, (b,), dtype=torch.int32) for most in slots]
-    beyond = [torch.arange(most)[:, None] >= n[:, None, None, None] for n, most in zip(lengths, slots)]
-    packed, here = [], lambda *parts: tuple(x.to(device) for x in parts)
-    for width, rule in zip(bits, ("quest", "affine")):
-        codes, pair = encode_ref(torch.randn(b, g, slots[1], d), None, width, rule, 0.92)
-        packed += codes.masked_fill(beyond[1], 255), pair.masked_fill(beyond[1], -1)    # −1: a pair of NaN
-    q, qt = torch.randn(2, b, g, r, d)
-    ends = [torch.randn(2, b, g, slots[i], d).masked_fill(beyond[i], torch.nan).to(dtype) for i in (0, 2)]
-    sinks, packed, recent = (here(*x, n) for x, n in zip((ends[0], packed, ends[1]), lengths))
-    return *here(q.to(dtype), qt), sinks, packed, recent, bits
-
-def check(device: str):
-    """Compare both kernels with their references. Sums in another order may move a few pairs and codes."""
-    for dtype, d, bits in itertools.product((torch.float32, torch.bfloat16), (64, 128), (2, 3, 4)):
-        args, moved = example(2, 2, 4, d, (bits, bits), (16, 700, 100), dtype, device), 0
-        x, (T, push) = torch.randn(2, 2, 100, d).to(device, dtype), torch.randn(2, 2, 1, d, d).to(device)
-        for rule, feed in (("quest", None), ("affine", None), ("centred", push.triu(1) / 16)):
-            ours, theirs = (torch.cat(f(x, T, bits, rule, 0.96, feed), -1) for f in (encode, encode_ref))
-            moved += (ours != theirs).any(-1).float().mean().item() / 3
-        error = (decode_attention(*args) - decode_attention_ref(*args)).abs().max().item()
-        print(f"{device} {dtype} d={d} bits={bits}: {moved:.2%} of rows differ, attention {error:.0e}")
-        assert not (encode.failed or decode_attention.failed)
-        assert moved <= 0.02 and error <= 8 * torch.finfo(dtype).eps
-
-def compile_for(cc: int, kernel, kinds: tuple, constants: tuple, **options):
-    """Compile `kernel` for compute capability `cc`; pointers and integers, the `kinds`, divide by 16."""
-    signature = dict(zip(kernel.arg_names, [*kinds, *("constexpr" for _ in constants)]))
-    paths = triton._utils.find_paths_if(kinds, lambda *_: True)
-    source = triton.compiler.ASTSource(
-        kernel, signature, {(len(kinds) + i,): value for i, value in enumerate(constants)},
-        {path: [["tt.divisibility", 16]] for path in paths})
-    return triton.compile(source, triton.backends.compiler.GPUTarget("cuda", cc, 32), options)
-
-def compile_decode(cc: int, d: int, bits: tuple[int, int], fast: bool, rows: int = 8, model: str = "bf16"):
-    """Compile `_decode_kernel` as `decode_attention` calls it."""
-    window, packed = (f"*{model}", f"*{model}", "*i32"), ("*u8", "*i32", "*u8", "*i32", "*i32")
-    strides = tuple((("i32",) * 3,) * buffers for buffers in (2, 4, 2))
-    kinds = f"*{model}", "*fp32", window, packed, window, strides, "*fp32", "*fp32", *("i32",) * 4
-    how, options = variant(d, bits, rows, fast, cc, tl.float32 if model == "fp32" else tl.float16)
-    return compile_for(cc, _decode_kernel, kinds, (how,), **options)
-
-def compile_encode(cc: int, d: int, bits: int, rule: str, feedback: bool = False):
-    """Compile `_encode_kernel` as `encode` calls it, with a transform."""
-    kinds = "*bf16", "*fp32", "*fp32", "*u8", "*i32", ("i32",) * 4, "i32", "i32"
-    alpha = 0 if rule == "affine" else GAUSSIAN_CLIP[bits]
-    constants = d - 5, alpha, rule == "centred", d, bits, True, feedback, 16, 16
-    return compile_for(cc, _encode_kernel, kinds, constants, maxnreg=REGISTERS)
-
-def cost(compiled) -> tuple[int, int, int, int]:
-    """Registers and spilled bytes a thread, bytes of shared memory, instructions of the longest loop."""
-    tool = os.path.join(os.path.dirname(triton.__file__), "backends", "nvidia", "bin", "cuobjdump")
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(compiled.asm["cubin"])
-        file.flush()
-        command = [tool, "-res-usage", "-sass", file.name]
-        text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    registers, stack = map(int, re.search(r"REG:(\d+) STACK:(\d+)", text).groups())
-    jumps = re.findall(r"/\*([0-9a-f]{4,})\*/ .*\bBRA\b.* 0x([0-9a-f]+) *;", text)
-    loop = max(int(at, 16) - int(to, 16) for at, to in jumps) // 16 + 1     # an instruction is 16 bytes
-    return registers, stack, compiled.metadata.shared, loop
-
-def compile_all():
-    """Print the cost of every kernel on every target, for decode with a loop's lane-instructions a code."""
-    print("cc   kernel                         registers spilled  shared  instructions a code")
-    for cc, d, bits, flag in itertools.product(TARGETS, (64, 128), (2, 3, 4), (True, False)):
-        codes, rule = 2 * d * tiling(d, (bits, bits), 8, flag, cc)["TILE"], "centred" if flag else "quest"
-        *usage, loop = cost(compile_decode(cc, d, (bits, bits), flag))
-        rows = [("decode", "fast" if flag else "plain", *usage, f"{32 * loop / codes:.2f}"),
-                ("encode", rule, *cost(compile_encode(cc, d, bits, rule, flag))[:3])]
-        for kernel, kind, *figures in rows:
-            name = f"{kernel} d={d} bits={bits} {kind}"
-            print(f"{cc:<4} {name:30}", *(f"{x:>8}" for x in figures), flush=True)
-
-def ways_to_attend(q: Tensor, n: int, bits: int) -> dict:
-    """Ways from q (b, g, r, d) to attention over n tokens: name -> (what makes a cache, what reads it)."""
-    b, g, _, d = q.shape
-    none, length = q.new_zeros(b, g, 0, d), torch.full((b,), n, dtype=torch.int32, device=q.device)
-    window = none, none, length * 0
-
-    def packed():
-        sides = [encode_ref(q.new_empty(b, g, 1, d).normal_(), None, bits, "affine", 0.92) for _ in "kv"]
-        return [x.expand(-1, -1, n, -1).contiguous() for side in sides for x in side]
-
-    def sdpa(k, v):
-        return F.scaled_dot_product_attention(q.to(k.dtype).flatten(1, 2)[:, :, None], k, v, enable_gqa=True)
-
-    def over_bytes(scores, values):
-        softmax = lambda k, k_pair: (scores(q, k, k_pair, bits, n) * d**-0.5).softmax(-1)
-        return lambda k, k_pair, v, v_pair: values(softmax(k, k_pair), v, v_pair, bits, n)
-
-    plain = lambda dtype: lambda: torch.randn(2, b, g, n, d, device=q.device, dtype=dtype).unbind()
-    restored = lambda *x: sdpa(read_packed(*x[:2], bits), read_packed(*x[2:], bits))
-    touch = lambda *x: [part.view(torch.int32).amax() for part in x]
-    kernel = lambda *x: decode_attention(q, q.float(), window, (*x, length), window, (bits, bits))
-    half = {"SDPA bfloat16": (plain(torch.bfloat16), sdpa)}
-    if q.is_cuda:
-        return half | {"plain read": (packed, touch), "decode_attention": (packed, kernel)}
-    return {"SDPA float32": (plain(torch.float32), sdpa), **half, "dequantize+SDPA": (packed, restored),
-            "plain unpack": (packed, over_bytes(packed_scores_ref, packed_values_ref)),
-            "one pass": (packed, over_bytes(packed_scores, packed_values))}
-
-def median_ms(steps, cuda: bool) -> float:
-    """Milliseconds a step: median of 10 runs, or on a GPU of 50 replays of all steps as one CUDA graph."""
-    run = lambda: [step() for step in steps]
-    run(), run()                                        # compiles, and touches memory
-    if not cuda:
-        return statistics.median(timeit.repeat(run, number=1, repeat=10)) * 1e3 / len(steps)
-    torch.cuda.synchronize()
-    graph, event = torch.cuda.CUDAGraph(), lambda: torch.cuda.Event(enable_timing=True)
-    with torch.cuda.graph(graph):
-        run()
-    spans = [(event(), event()) for _ in range(50)]
-    for start, end in spans:
-        start.record()
-        graph.replay()
-        end.record()
-    torch.cuda.synchronize()
-    return statistics.median(start.elapsed_time(end) for start, end in spans) / len(steps)
-
-def bench(device: str, g: int = 8, r: int = 4, d: int = 128):
-    """Time the ways to attend from a step's queries; the last is also printed as a share of each other.
-
-    On a GPU at least four caches of over 200 MB together take turns: the level-2 cache shall not answer.
-    """
-    cuda, sizes = device == "cuda", ((1,), (1, 4, 16, 64), (2,))                # b, 1024 tokens, bits
-    if cuda:
-        check(device)
-        sizes = (1, 8, 32), (4, 32, 80, 128), (2, 3, 4)
-    where = torch.cuda.get_device_name() if cuda else f"{torch.get_num_threads()} threads"
-    print(f"{g} KV heads of {r} queries, d = {d}, {where}: ms (GB/s), and the last / each other")
-    for row, (b, n, bits) in enumerate(itertools.product(*sizes)):
-        torch.cuda.empty_cache()
-        if cuda and 5 * b * g * n * 1024 * d * 4 > torch.cuda.mem_get_info()[0]:
-            continue                                    # five caches in bfloat16 have no room
-        q = torch.randn(b, g, r, d, device=device, dtype=torch.bfloat16 if cuda else torch.float32)
-        ways, times, cells = ways_to_attend(q, n * 1024, bits), [], []
-        if row == 0:
-            print(" b tokens bits", *(f"{name:>18}" for name in ways))
-        for make, step in ways.values():
-            caches = [make()]
-            size = sum(x.nbytes for x in caches[0])
-            caches += [make() for _ in range(max(4, 200_000_000 // size + 1) - 1 if cuda else 0)]
-            times.append(median_ms([functools.partial(step, *cache) for cache in caches], cuda))
-            cells.append(f"{times[-1]:9.3f} ({size / times[-1] / 1e6:6.1f})")
-            del caches
-        print(f"{b:2} {n:5}k {bits:4}", *cells, *(f"{times[-1] / t:5.2f}" for t in times[:-1]), flush=True)
-
-def main():
-    gpu = torch.cuda.is_available()
-    if triton is None:
-        sys.exit("kernels.py: Triton is not installed, so there is nothing to check")
-    if "--compile" in sys.argv:
-        compile_all()
-    elif "--bench" in sys.argv:
-        bench("cuda" if gpu else "cpu")
-    elif gpu or INTERPRET:
-        check("cpu" if INTERPRET else "cuda")
-    else:                                               # Triton reads the variable when it is imported
-        os.execve(sys.executable, [sys.executable, *sys.argv], os.environ | {"TRITON_INTERPRET": "1"})
+def packed_values(p: Tensor, codes: Tensor, pairs: Tensor, bits: int, count: int) -> Tensor:
+    """Do `packed_values_ref`, compiled where that is worth it. Moves d·bits/8 + 4 bytes per token and KV head."""
+    check_read(p, codes, pairs, bits, count)
+    if p.shape[3] != count:
+        raise ValueError(f"{p.shape[3]} weights do not fit {count} packed tokens")
+    if is_worth_compiling(p, count):
+        values = attempt(launch_values, p, codes, pairs, bits, count)
+        if values is not None:
+            return values
+    return packed_values_ref(p, codes, pairs, bits, count)
 
 
 if __name__ == "__main__":
+    # This file runs as the module "__main__", and only hands over: kernel_check works on the copy that wush_kv.py loads.
+    # Python does not look beside a script if it runs with -P or -I, and never beside the file that a link points to.
+    sys.path.insert(0, os.path.dirname(os.path.realpath(__file__)))
+    from wush_tools.kernel_check import main
     main()

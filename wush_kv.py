@@ -1,19 +1,22 @@
 """WUSH-KV: a key-value cache in 2 bits, by one closed-form linear transform per KV head (arXiv 2609.38121).
 
-Rounding a cached key or value makes an error. How large it is does not matter, but what its consumer makes of
-it: a key acts only through q·k, a value only through the output projection. From a short calibration WUSH
-builds for each KV head a transform T that balances what is stored against what consumes it, so that plain
-per-token rounding of T k (or T v) hurts least among all invertible T.
+Rounding a cached key or value makes an error. What matters is not its size but what its consumer makes of it: a
+key acts only through q·k, a value only through the output projection. From a short calibration WUSH builds for
+each KV head a transform T that balances what is stored against what consumes it, so that plain per-token rounding
+of T k (or T v) hurts least among all invertible T.
 
     calibrate   text  ->  second moments: M of the keys and values, H of their consumers
-    derive      M, H  ->  T = c 𝓗 Λ^(-1/4) Uᵀ Lᵀ, one per layer, KV head and side
-    fold        T_V   ->  W_V ← T_V W_V and W_O ← T_V⁻ᵀ W_O: at run time the value side costs nothing
-    store       k, v  ->  [sink | 2-bit codes of T_K k and of the folded v | recent], one window cache a layer
-                          (beyond the paper, each channel's rounding error is fed back into later channels)
+    derive      M, H  ->  T = c 𝓗 Λ^(-1/4) Uᵀ Lᵀ, per layer and KV head, T_K of the keys and T_V of the values
+    fold        T_V   ->  W_V ← T_V W_V and W_O ← W_O T_V⁻¹: at run time the value transform costs nothing
+    store       k, v  ->  [sink | 2-bit codes of T_K k and of the folded v | recent], one cache per layer
     attend      q     ->  T_K⁻ᵀ q meets T_K k: (T⁻ᵀq)·(T k) = q·k; one softmax over the three parts
 
-    python wush_kv.py                                     the bundled model, offline, in under a minute
+    python wush_kv.py                                     the bundled model, offline (by wush_tools/cli.py)
     python wush_kv.py --model Qwen/Qwen3-8B --bits 2      a real model; --refine off is the paper exactly
+
+`quantize_kv_cache`, the last function of "Generation", is the whole method on one screen: you may read it first. One
+section, "Beyond the paper", gets better codes into the same bytes, by default; the two before it are the paper alone,
+with the baselines that it compares with.
 
 Each dimension has one letter, in every shape comment and einsum:
 
@@ -25,536 +28,966 @@ Each dimension has one letter, in every shape comment and einsum:
 Queries are (b, g, r, t, d), keys and values (b, g, s, d), transforms (l, g, n, m, m), for column vectors.
 
 Left out: training, mixture of experts, sliding windows, paged memory. Models other than Qwen3 and Llama run
-through transformers, with WushCache.
+through transformers, with the WushCache of wush_tools/transformers_cache.py.
 """
-import importlib
+import functools
+import importlib.util
 import math
 import sys
-from functools import cache, lru_cache, partial
-from typing import Callable, Iterable, NamedTuple
+from pathlib import Path
+from typing import Callable, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
+from torch.nn import functional
 from tqdm import tqdm
 
+HERE = Path(__file__).resolve().parent
 
-# ------------------------------------------------------------------------------------------------------------
-# Transforms. A rule maps the Gram M of what is stored and its consumer's Hessian H, (..., g, d, d), to T.
+def load_kernels():
+    """Load kernels.py from beside this file, by its path: Hugging Face publishes a package of the same name."""
+    spec = importlib.util.spec_from_file_location("wush_kernels", HERE / "kernels.py")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
 
-def hadamard(n: int) -> Tensor:
-    """Build the normalized Sylvester-Hadamard matrix 𝓗 of order n, float64: symmetric, 𝓗 𝓗 = I."""
-    if n < 1 or n & (n - 1):
-        raise ValueError(f"there is no Hadamard matrix of order {n} here: the order must be a power of two")
+kernels = sys.modules.get("wush_kernels") or load_kernels()
+
+
+# ----------------------------------------------------------------------------------------------------------------
+# Transforms
+#
+# What is stored (keys, or values) has a second moment M, the Gram matrix; what consumes it (queries, or the
+# output projection) has a second moment H, the Hessian of the squared error that the consumer sees. A rule maps
+# these two to a transform T: the cache stores T k, rounded, and the query becomes T⁻ᵀ q, which leaves every score
+# as it was. Rounding adds noise to T k, of about the same power σ² in every channel, and this costs σ² tr(T⁻ᵀ H
+# T⁻¹). The step follows each token's RMS, so σ² is proportional to the energy of T k, tr(T M Tᵀ). Together the
+# damage is tr(T M Tᵀ) · tr(T⁻ᵀ H T⁻¹), up to a constant, and WUSH minimizes exactly this product. Moments are
+# (..., g, d, d) and transforms (..., g, n, m, m): with m < d, each diagonal block gets its own T.
+
+def hadamard(order):
+    """Build the normalized Sylvester-Hadamard matrix 𝓗 (order, order), float64: symmetric, 𝓗 𝓗 = I.
+
+    Raises ValueError unless the order is a power of two.
+    """
+    if order < 1 or order & (order - 1):
+        raise ValueError(
+            f"there is no Hadamard matrix of order {order} here: the order must be a power of two")
     H = torch.ones(1, 1, dtype=torch.float64)
-    while len(H) < n:
-        H = torch.cat([torch.cat([H, H], 1), torch.cat([H, -H], 1)])
-    return H / math.sqrt(n)
+    while len(H) < order:
+        upper = torch.cat([H, H], 1)
+        lower = torch.cat([H, -H], 1)
+        H = torch.cat([upper, lower])
+    return H / math.sqrt(order)
 
-def diagonal_blocks(S: Tensor, m: int | None) -> Tensor:
+def block_width(d, m):
+    """Return m, or d if m is None. Raises ValueError for blocks of m channels that do not divide d."""
+    m = d if m is None else m
+    if m < 1 or d % m:
+        raise ValueError(f"blocks of {m} channels do not divide {d}")
+    return m
+
+def diagonal_blocks(S, m=None):
     """Cut moments (..., d, d) into diagonal blocks (..., n, m, m), float64; m = None keeps them whole.
 
     Raises ValueError for blocks that do not divide d and for moments that are not finite.
     """
-    m = S.shape[-1] if m is None else m
-    if m < 1 or S.shape[-1] % m:
-        raise ValueError(f"blocks of {m} channels do not divide {S.shape[-1]}")
+    d = S.shape[-1]
+    m = block_width(d, m)
     if not S.isfinite().all():
-        raise ValueError("the calibration moments hold NaN or infinity: no transform follows from them")
-    return torch.stack([S[..., i:i + m, i:i + m] for i in range(0, S.shape[-1], m)], -3).double()
+        raise ValueError(
+            "the calibration moments hold NaN or infinity: no transform follows from them")
+    starts = range(0, d, m)
+    blocks = [S[..., i:i + m, i:i + m] for i in starts]
+    return torch.stack(blocks, -3).double()
 
-def identity(gram: Tensor, hess: Tensor, m: int | None = None) -> Tensor:
+def mean_diagonal(S):
+    """Return tr(S)/m of each matrix (..., m, m), as (..., 1, 1)."""
+    return S.diagonal(dim1=-2, dim2=-1).mean(-1)[..., None, None]
+
+def normalized(M, H):
+    """Scale both moments to mean diagonal 1; where one of them is zero, both become the identity."""
+    I = torch.eye(M.shape[-1], dtype=M.dtype, device=M.device)
+    is_zero = (mean_diagonal(M) == 0) | (mean_diagonal(H) == 0)
+    M = torch.where(is_zero, I, M / mean_diagonal(M))
+    H = torch.where(is_zero, I, H / mean_diagonal(H))
+    return M, H
+
+def wush(gram, hess, m=None, damping=1e-2, exponent=0.25):
+    """Derive T = c 𝓗 Λ^(-1/4) Uᵀ Lᵀ, block by block (arXiv 2609.38121, section 3).
+
+        L Lᵀ   = H + γ I
+        U Λ Uᵀ = Lᵀ (M + γ I) L
+        c      : tr(T M Tᵀ) = tr(M)
+
+    M and H are first scaled to mean diagonal 1: T does not depend on their scale. Among all invertible T this one,
+    with the exponent 1/4, makes tr(T M Tᵀ) · tr(T⁻ᵀ H T⁻¹) of the damped moments smallest; damping keeps it well
+    conditioned, whatever the calibration text. Where M or H is zero, T = 𝓗. The scalar c
+    changes nothing but the numbers' range, as the step of each token follows its RMS.
+    """
+    M, H = normalized(diagonal_blocks(gram, m), diagonal_blocks(hess, m))
+    I = torch.eye(M.shape[-1], dtype=M.dtype, device=M.device)
+
+    # Whiten by the consumer, then rotate onto the principal axes of what is stored.
+    L = torch.linalg.cholesky(H + damping * I)
+    Λ, U = torch.linalg.eigh(L.mT @ (M + damping * I) @ L)
+
+    # An axis scaled by a has the energy a²λ and the cost 1/a². At a = λ^(-1/4) both are √λ, which makes the product
+    # of the sums over all axes smallest (Cauchy-Schwarz). 𝓗 leaves these sums as they are and spreads every axis
+    # over all channels: now each channel has the same energy and the same cost, so that one step suits them all.
+    balance = Λ[..., None] ** -exponent
+    T = hadamard(M.shape[-1]).to(M) @ (balance * U.mT) @ L.mT
+
+    c = (mean_diagonal(M) / mean_diagonal(T @ M @ T.mT)).sqrt()
+    return c * T
+
+def identity(gram, hess, m=None):
     """Leave every block as it is."""
     M = diagonal_blocks(gram, m)
     return torch.eye(M.shape[-1], dtype=M.dtype, device=M.device).expand_as(M)
 
-def rotate(gram: Tensor, hess: Tensor, m: int | None = None) -> Tensor:
+def rotate(gram, hess, m=None):
     """Rotate every block by 𝓗, as QuaRot does and, in practice, TurboQuant."""
     M = diagonal_blocks(gram, m)
-    return hadamard(M.shape[-1]).to(M.device).expand_as(M)
+    return hadamard(M.shape[-1]).to(M).expand_as(M)
 
-def oscar(gram: Tensor, hess: Tensor, m: int | None = None) -> Tensor:
-    """Rotate onto the consumer's eigenvectors U, then spread: T = (U 𝓗)ᵀ, one a layer (arXiv 2605.17757).
+def oscar(gram, hess, m=None):
+    """Rotate onto the eigenvectors U of `hess`, then spread: T = (U P 𝓗)ᵀ, orthogonal (arXiv 2605.17757).
 
-    U are the eigenvectors of the mean of `hess` over the heads. T is one block of d channels even if groups
-    have m < d: eigenvectors in bit-reversed order spread strong and weak over the groups, 𝓗 acts in each.
+    P deals the eigenvectors out to the groups of m channels, and 𝓗 mixes the channels of each group. `hess` is averaged
+    over the heads, so all heads of a layer share one T, of one block of d channels: (..., g, 1, d, d). For the values,
+    OSCAR's `hess` is a moment of the values themselves, weighted by how much attention may turn to them (`oscar_weight`).
     """
-    d, n, m = hess.shape[-1], *diagonal_blocks(hess, m).shape[-3:-1]
-    U = torch.linalg.eigh(hess.double().mean(-3)).eigenvectors.flip(-1)      # strongest first
-    order = [int(f"{i:0{d.bit_length() - 1}b}"[::-1], 2) for i in range(d)]
-    spread = torch.block_diag(*[hadamard(m)] * n).to(U.device)
-    return (U[..., order] @ spread).mT[..., None, None, :, :].expand(*hess.shape[:-2], 1, d, d)
+    d = hess.shape[-1]
+    m = block_width(d, m)
+    if d & (d - 1):
+        raise ValueError(f"OSCAR deals out a power of two of eigenvectors, not {d}")
+    mean_hess = diagonal_blocks(hess).squeeze(-3).mean(-3)
+    U = torch.linalg.eigh(mean_hess).eigenvectors.flip(-1)       # strongest first
 
-def wush(gram: Tensor, hess: Tensor, m: int | None = None, damping: float = 1e-2, exponent: float = 0.25,
-         strongest_first: bool = False) -> Tensor:
-    """Balance what is stored against what consumes it: T = c 𝓗 Λ^(-1/4) Uᵀ Lᵀ (arXiv 2609.38121, section 3).
+    # P is the bit-reversed order: strong and weak eigenvectors spread evenly over the groups.
+    digits = d.bit_length() - 1
+    binary = [f"{i:0{digits}b}" for i in range(d)]
+    bit_reversed = [int(number[::-1], 2) for number in binary]
+    rotation = torch.block_diag(*[hadamard(m)] * (d // m)).to(U)
+    T = (U[..., bit_reversed] @ rotation).mT
 
-    L Lᵀ = H + γ tr(H)/m I and U Λ Uᵀ = Lᵀ (M + γ tr(M)/m I) L, block by block; c keeps tr(T M Tᵀ) = tr(M). No
-    invertible T makes tr(T M Tᵀ) tr(T⁻ᵀ H T⁻¹) smaller. Scaling M or H changes nothing. Where either is zero
-    there is nothing to balance, and T = 𝓗. Another `exponent` than 1/4 and Λ in falling order, so that the
-    mean over the channels is the strongest direction, are for the refinement.
-    """
-    M, H = diagonal_blocks(gram, m), diagonal_blocks(hess, m)
-    I = torch.eye(M.shape[-1], dtype=M.dtype, device=M.device)
-    mean_diagonal = lambda S: S.diagonal(dim1=-2, dim2=-1).mean(-1)[..., None, None]
-    dead = (mean_diagonal(M) == 0) | (mean_diagonal(H) == 0)
-    M, H = (torch.where(dead, I, S / mean_diagonal(S)) for S in (M, H))      # from here on tr(S)/m = 1
-    L = torch.linalg.cholesky(H + damping * I)
-    lam, U = torch.linalg.eigh(L.mT @ (M + damping * I) @ L)
-    if strongest_first:
-        lam, U = lam.flip(-1), U.flip(-1)
-    T = hadamard(M.shape[-1]).to(M.device) @ (lam[..., None] ** -exponent * U.mT) @ L.mT
-    c = (mean_diagonal(M) / mean_diagonal(T @ M @ T.mT)).sqrt()
-    return c * T
+    return T[..., None, None, :, :].expand(*hess.shape[:-2], 1, d, d)
 
-TRANSFORMS = {   # name: rule, (Gram, Hessian) of the keys, of the values, as `collect_moments` names them
-    "identity": (identity, ("k", "q"), ("v", "o")),
-    "hadamard": (rotate, ("k", "q"), ("v", "o")),
-    "oscar": (oscar, ("k", "q"), ("v", "v_oscar")),
-    "wush": (wush, ("k", "q"), ("v", "o")),
-    "wush_a": (wush, ("k", "q_attn"), ("v", "o_attn")),
+class TransformRow(NamedTuple):
+    """A row of TRANSFORMS: a rule, and what else its name stands for. A new transform is its rule and one row."""
+    rule: Callable                                           # (gram, hess, m) -> T
+    key_moments: tuple[str, str] = ("keys", "queries")       # `collect_moments`' names of the keys' M and H,
+    value_moments: tuple[str, str] = ("values", "outputs")   # and of the values'
+    needs_calibration: bool = True        # whether T depends on the moments at all
+    is_attention_aware: bool = False      # whether its moments include those of `attention_sensitivity`
+    is_compared: bool = False             # whether the report and the perplexity table show it
+    can_be_refined: bool = False          # whether "Beyond the paper" applies to it
+
+TRANSFORMS = {
+    "identity": TransformRow(identity, needs_calibration=False),
+    "hadamard": TransformRow(rotate, needs_calibration=False, is_compared=True),
+    "oscar": TransformRow(oscar, value_moments=("values", "values_oscar"), is_compared=True),
+    "wush": TransformRow(wush, is_compared=True, can_be_refined=True),
+    "wush_a": TransformRow(
+        wush,
+        key_moments=("keys", "queries_attention"),
+        value_moments=("values", "outputs_attention"),
+        is_attention_aware=True,
+        can_be_refined=True),
 }
 
-# What --refine adds to the paper: another T and another choice of codes. Format and reader stay as they are.
-REFINEMENTS = {
-    "feedback": "a channel's rounding error is pushed onto those not yet rounded",
-    "exponent": "Λ^(-0.4): the transform that suits rounding with feedback",
-    "offset": "T makes a token's strongest direction its mean over the channels, which the offset carries",
-    "step": "levels further apart, so that fewer values are clipped",
-}
-WIDENED = {2: 1.3, 3: 1.15, 4: 1.1}      # "step": α_b times this, by bits; found on SmolLM2-135M
+def apply(T, x):
+    """Apply T (g, n, m, m) to the last axis of x (b, g, ..., d), in T's dtype; None leaves x as it is."""
+    if T is None:
+        return x
+    blocks = x.to(T.dtype).unflatten(-1, T.shape[1:3])                       # (b, g, ..., n, m)
+    return torch.einsum("gnij,bg...nj->bg...ni", T, blocks).flatten(-2)
 
-def known_parts(refine: str | Iterable[str]) -> list[str]:
-    """List the REFINEMENTS named: "all", "off", or some of them. Raises ValueError for other names."""
-    if isinstance(refine, str):
-        refine = {"all": [*REFINEMENTS], "off": []}.get(refine, refine.split(","))
-    parts = [*refine]
-    if not {*parts} <= {*REFINEMENTS}:
-        raise ValueError(f"--refine is all, off, or some of {', '.join(REFINEMENTS)}, not {parts}")
-    return parts
-
-def feedback(T: Tensor, hess: Tensor, free_mean: bool = False, damping: float = 1e-2) -> Tensor:
-    """Derive F (..., n, m, m), strictly upper, that feeds rounding errors of y = T x back: y_j −= e_i F_ij.
-
-    Channels are rounded in order; e_i is what channel i misses by. An error e of y costs eᵀ H' e, with H' =
-    T⁻ᵀ H T⁻¹. With F = diag(U)⁻¹ U − I, U upper, UᵀU = (H' + γ tr(H')/m I)⁻¹, that is Σ e_i²/U_ii²: later
-    channels have done all they can (GPTQ, arXiv 2210.17323; Babai's nearest plane, arXiv 2507.18553). On a
-    fine grid of step Δ it comes to Δ²/12 Σ 1/U_ii², never more than the Δ²/12 tr(H') of plain rounding, and
-    as much where H' is diagonal. `free_mean`: an error's mean over the channels costs nothing, because the
-    offset takes it up.
-    """
-    inverse, m = torch.linalg.inv(T.double()), T.shape[-1]
-    I = torch.eye(m, dtype=torch.float64, device=T.device)
-    H = inverse.mT @ diagonal_blocks(hess, m) @ inverse
-    if free_mean:
-        H = (I - 1 / m) @ H @ (I - 1 / m)
-    mean = H.diagonal(dim1=-2, dim2=-1).mean(-1)[..., None, None]
-    H = torch.where(mean == 0, I, H / mean)
-    U = torch.linalg.cholesky(torch.linalg.inv(H + damping * I), upper=True)
-    return (U / U.diagonal(dim1=-2, dim2=-1)[..., None]).triu(1)
-
-def derive(moments: dict[str, Tensor], name: str, m: int | None = None, refine=()) -> dict[str, Tensor]:
-    """Derive transforms from collected moments: {"k": T_K, "v": T_V}, each (l, g, n, m, m), float32.
-
-    `refine` lists REFINEMENTS, "exponent" and "offset" for WUSH only; "feedback" adds "k_feedback" and
-    "v_feedback". Raises ValueError for an unknown part.
-    """
-    refine, (rule, *sides) = known_parts(refine), TRANSFORMS[name]
-    if "exponent" in refine:     # least loss with feedback on Gaussian rows, at 2, 3 and 4 bits alike
-        rule = partial(rule, exponent=0.4)
-    if "offset" in refine:
-        rule = partial(rule, strongest_first=True)
-    tensors = {}
-    for side, (gram, hess) in zip("kv", sides):
-        tensors[side] = T = rule(moments[gram], moments[hess], m)
-        if "feedback" in refine:
-            tensors[side + "_feedback"] = feedback(T, moments[hess], "offset" in refine)
-    return {key: tensor.float().contiguous() for key, tensor in tensors.items()}
-
-def apply(T: Tensor, x: Tensor) -> Tensor:
-    """Apply T (g, n, m, m) to the last axis of x (b, g, ..., d), in T's dtype."""
-    return torch.einsum("gnij,bg...nj->bg...ni", T, x.to(T.dtype).unflatten(-1, T.shape[1:3])).flatten(-2)
-
-def inverse_transpose(T: Tensor) -> Tensor:
+def inverse_transpose(T):
     """Return T⁻ᵀ, inverted in float64: what a query goes through when its keys go through T."""
     return torch.linalg.inv(T.double()).mT.to(T.dtype).contiguous()
 
 
-# ------------------------------------------------------------------------------------------------------------
-# Quantizers. A rule maps groups x (..., m) to a scale and an offset each; codes are rounded against the pair.
+# ----------------------------------------------------------------------------------------------------------------
+# Quantizers
+#
+# A group is m channels of one token and one KV head: a block of T, by default the whole head. A rule places 2^b
+# evenly spaced levels for each group, as two numbers: code c stands for scale · c + offset. Both are rounded to
+# bfloat16 first, and the codes are then rounded against this stored pair, so that the reader of the cache has the
+# very same levels. QuEST's rule is the theory's (levels for Gaussian data), the percentile-clipped affine rule is
+# what OSCAR serves with.
 
-@cache
-def gaussian_clip(bits: int) -> float:
+@functools.cache
+def gaussian_clip(bits):
     """Find QuEST's α_b: 2^b even levels on ±α_b have the least squared error on N(0, 1) (arXiv 2502.05003).
 
-    The derivative of that error, −2 E[(x − Q(x)) u] where the levels are α u, vanishes there; by bisection.
+    With levels α u, the derivative of that error is −2 E[(x − Q(x)) u]: it is negative below α_b and positive above.
     """
     u = torch.linspace(-1, 1, 2 ** bits, dtype=torch.float64)
     far = torch.tensor([40.0], dtype=torch.float64)
-    low, high = 0.1, 10.0
+    low = 0.1
+    high = 10.0
     for _ in range(60):
-        a = (low + high) / 2
-        edges = torch.cat([-far, a * (u[1:] + u[:-1]) / 2, far])      # of the cells that round to a level
-        mean = -((-edges ** 2 / 2).exp() / math.sqrt(2 * math.pi)).diff()    # ∫ x φ(x) dx over each cell
-        mass = torch.special.ndtr(edges).diff()
-        low, high = (a, high) if (u * (mean - a * u * mass)).sum() > 0 else (low, a)
-    return a
+        alpha = (low + high) / 2
 
-def quest(x: Tensor, bits: int, clip: float = 1.0) -> tuple[Tensor, Tensor]:
+        # The cell of a level is what rounds to it: its probability, and the integral of x over it.
+        midpoints = alpha * (u[1:] + u[:-1]) / 2
+        edges = torch.cat([-far, midpoints, far])
+        density = (-edges ** 2 / 2).exp() / math.sqrt(2 * math.pi)
+        integral = -density.diff()                           # as ∫ x φ(x) dx = −φ(x)
+        mass = torch.special.ndtr(edges).diff()
+
+        if (u * (integral - alpha * u * mass)).sum() > 0:
+            low = alpha
+        else:
+            high = alpha
+    return alpha
+
+def mean_over_channels(x):
+    """Return the mean of the last axis, summed in float64: it rounds alike in any order, so also in the kernel."""
+    return x.mean(-1, dtype=torch.float64).to(x.dtype)
+
+def quest(x, bits, clip=1.0):
     """Place 2^b even levels on ±clip·α_b·RMS(x): with clip = 1 the best such grid for Gaussian data."""
+    # Dividing by the largest value keeps the squares from under- or overflowing.
     largest = x.abs().amax(-1)
-    unit = x / largest.clamp(min=torch.finfo(x.dtype).tiny)[..., None]       # 1e-30 squared would be zero
-    mean_square = unit.square().mean(-1, dtype=torch.float64).to(x.dtype)    # float64: any order sums alike
-    rms = largest * mean_square.sqrt()
+    unit = x / largest.clamp(min=torch.finfo(x.dtype).tiny)[..., None]
+    rms = largest * mean_over_channels(unit.square()).sqrt()
+
     alpha = clip * gaussian_clip(bits)
     return rms * (2 * alpha / (2 ** bits - 1)), rms * -alpha
 
-def centred(x: Tensor, bits: int, clip: float = 1.0) -> tuple[Tensor, Tensor]:
-    """Place QuEST's levels about the mean of x; `quantize` lets the offset take up the mean error as well."""
-    mean = x.mean(-1, dtype=torch.float64).to(x.dtype)
-    scale, offset = quest(x - mean[..., None], bits, clip)
-    return scale, offset + mean
+def clip_rank(clip, m):
+    """Return ⌊clip·m⌋, at most m − 1: which of a group's m sorted |x|, counted from 0, is the affine rule's τ."""
+    return min(int(clip * m), m - 1)
 
-def affine(x: Tensor, bits: int, clip: float = 1.0) -> tuple[Tensor, Tensor]:
-    """Place 2^b even levels from min to max of x clamped to ±τ, the ⌊clip·m⌋-th smallest |x| (OSCAR)."""
-    m = x.shape[-1]
-    tau = x.abs().kthvalue(min(int(clip * m), m - 1) + 1).values[..., None]
+def affine(x, bits, clip=1.0):
+    """Place 2^b even levels from min to max of x clamped to ±τ, τ of `clip_rank` (arXiv 2605.17757)."""
+    rank = clip_rank(clip, x.shape[-1])
+    tau = x.abs().kthvalue(rank + 1).values[..., None]
     low, high = x.clamp(-tau, tau).aminmax(dim=-1)
     return (high - low) / (2 ** bits - 1), low
 
-QUANTIZERS = {"quest": quest, "affine": affine, "centred": centred}
-BITS = (2, 3, 4, 8, 16)      # 16 is off
+def quest_kernel_numbers(bits, clip, m):
+    """Return what kernels.encode needs to know to place `quest`'s levels; below the same for `affine`."""
+    alpha = clip * gaussian_clip(bits)
+    return {"alpha": alpha}
 
-def block_size(T: dict[str, Tensor]) -> int | None:
-    """Return the channels of a block of transforms, None if a block is a whole head."""
-    return T["k"].shape[-1] if T["k"].shape[2] > 1 else None
+def affine_kernel_numbers(bits, clip, m):
+    return {"rank": clip_rank(clip, m)}
+
+class QuantizerRow(NamedTuple):
+    """A row of QUANTIZERS: a rule, and what else its name stands for. A new quantizer is its rule and one row."""
+    rule: Callable                            # (x (..., m), bits, clip) -> scale, offset (...)
+    kernel_numbers: Callable | None = None    # (bits, clip, m) -> for kernels.encode; None: only torch
+    key_clip: float = 1.0                     # the rule's `clip` for keys
+    value_clip: float = 1.0                   # and for values
+    can_widen: bool = False                   # whether levels may lie further apart than the rule says
+
+QUANTIZERS = {
+    "quest": QuantizerRow(quest, quest_kernel_numbers, can_widen=True),
+    "affine": QuantizerRow(affine, affine_kernel_numbers, key_clip=0.96, value_clip=0.92),
+}
+BITS = (2, 3, 4, 8, 16)      # 16 is off: nothing is rounded
 
 class Codec(NamedTuple):
-    """Bits; rule; `clip`, times α_b, or κ of "affine"; channels that share a scale (None: all of a head)."""
+    """How the keys, or the values, are quantized."""
     bits: int = 2
-    rule: str = "quest"
-    clip: float = 1.0
-    group: int | None = None
+    quantizer: str = "quest"      # a name of QUANTIZERS
+    clip: float = 1.0             # quest: times α_b; affine: the share κ of channels left unclipped
+    group: int | None = None      # channels that share a scale and an offset; None: all of a head
 
-def refined_codec(bits: int, refine: Iterable[str], group: int | None = None, rule: str = "quest",
-                  clip: float = 1.0) -> Codec:
-    """Make the codec of some REFINEMENTS; without any it is the paper's, of `rule`."""
-    clip *= WIDENED.get(bits, 1.0) if "step" in refine else 1.0
-    return Codec(bits, "centred" if "offset" in refine else rule, clip, group)
+def stored_pair(scale, offset):
+    """Round a scale and an offset to bfloat16. A scale of zero becomes the smallest normal number instead."""
+    return scale.bfloat16().clamp(min=torch.finfo(torch.bfloat16).tiny), offset.bfloat16()
 
-def push_errors(steps: Tensor, bits: int, push: Tensor) -> Tensor:
-    """Move steps (b, g, s, n, m), in levels from 0, so that rounding them feeds errors back by F = `push`."""
-    y = steps.movedim(2, -1).clone(memory_format=torch.contiguous_format)      # (b, g, n, m, s), a copy
-    for i in range(y.shape[-2] - 1):
-        error = y[..., i, :] - y[..., i, :].round().clamp(0, 2 ** bits - 1)
-        y[..., i + 1:, :].addcmul_(push[..., i, i + 1:, None], error[..., None, :], value=-1)
-    return y.movedim(-1, 2)
+def in_steps(groups, scale, offset):
+    """Measure groups (..., m) in steps from the lowest level: whole numbers are the levels themselves."""
+    return (groups - offset.float()[..., None]) / scale.float()[..., None]
 
-def quantize(x: Tensor, codec: Codec, push: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
-    """Quantize x (..., d): codes (..., d) uint8 in [0, 2^b − 1], scale and offset (..., d/group) bfloat16.
+def nearest_code(steps, bits):
+    """Round to the nearest of the levels 0 .. 2^b − 1, still in floating point."""
+    return steps.round().clamp(0, 2 ** bits - 1)
 
-    The pair is rounded first and the codes are computed against the rounded pair, so that the reader has the
-    same grid. A constant group gets the smallest normal scale instead of a division by zero. With F, of x
-    (b, g, s, d), rounding errors are fed back.
-    """
+def quantize(x, codec):
+    """Quantize x (..., d): codes (..., d) uint8 in [0, 2^b − 1], scale and offset (..., d/group) bfloat16."""
+    rule = QUANTIZERS[codec.quantizer].rule
     groups = x.float().unflatten(-1, (-1, codec.group or x.shape[-1]))
-    scale, offset = (p.bfloat16() for p in QUANTIZERS[codec.rule](groups, codec.bits, codec.clip))
-    scale = scale.clamp(min=torch.finfo(torch.bfloat16).tiny)
-    steps = (groups - offset.float()[..., None]) / scale.float()[..., None]
-    if push is not None:
-        steps = push_errors(steps, codec.bits, push)
-    codes = steps.round().clamp(0, 2 ** codec.bits - 1).byte().flatten(-2)
-    if codec.rule == "centred":
-        missed = groups - dequantize(codes, scale, offset).unflatten(-1, groups.shape[-2:])
-        offset = (offset.float() + missed.mean(-1, dtype=torch.float64).float()).bfloat16()
-    return codes, scale, offset
+    scale, offset = stored_pair(*rule(groups, codec.bits, codec.clip))
+    codes = nearest_code(in_steps(groups, scale, offset), codec.bits)
+    return codes.byte().flatten(-2), scale, offset
 
-def dequantize(codes: Tensor, scale: Tensor, offset: Tensor) -> Tensor:
+def dequantize(codes, scale, offset):
     """Read codes (..., d) back as scale·code + offset, in float32, each of the two operations rounded."""
     groups = codes.unflatten(-1, (scale.shape[-1], -1)).float()
-    return (scale.float()[..., None] * groups).add_(offset.float()[..., None]).flatten(-2)
+    products = scale.float()[..., None] * groups
+    return products.add_(offset.float()[..., None]).flatten(-2)
 
-def roundtrip(x: Tensor, T: Tensor, codec: Codec, push: Tensor | None = None) -> Tensor:
-    """Return what the cache's reader sees of x (b, g, s, d): T⁻¹ dequantize(quantize(T x)), in x's dtype."""
-    if codec.bits == 16:
-        return x
-    return apply(inverse_transpose(T).mT, dequantize(*quantize(apply(T, x), codec, push))).to(x.dtype)
 
-class Side(NamedTuple):
-    """How one layer's keys, or its values, are cached: T and `feedback`'s F, (g, n, m, m), None for none."""
-    T: Tensor | None = None
-    codec: Codec = Codec()
-    push: Tensor | None = None
+# ----------------------------------------------------------------------------------------------------------------
+# Beyond the paper
+#
+# The bytes and their reader stay as they are, but the codes are chosen better. An error δ of T x costs δᵀ H' δ
+# with H' = T⁻ᵀ H T⁻¹, so errors of different channels can cancel. Four changes work together; PAPER switches them
+# all off.
+#
+#     feedback   Each channel's rounding error is pushed onto the channels that are not yet rounded, as GPTQ does for
+#                weights.
+#     exponent   An axis scaled by a has the energy a²λ, and noise on it costs 1/a². Plain rounding pays the sum of these
+#                costs, and is best at a = λ^(-1/4). Perfect feedback would pay their geometric mean instead, (det H')^(1/m).
+#                For a given product of all a, the energy Σ a²λ is least if all a²λ are equal: a = λ^(-1/2). In
+#                between, 0.4 was measured to be best at 2 to 4 bits.
+#     offset     A token's levels are placed about its mean over the channels, and move once more, by the mean error,
+#                when the codes are known: they are *centred*. The mean is then carried almost exactly. As 𝓗's first row
+#                is constant, this mean is one axis of T alone, and T is turned so that it is the strongest.
+#     widen      Levels lie further apart, so that less is clipped. Clipping shrinks a key's scores, and that hurts
+#                more than noise does.
+
+class Refine(NamedTuple):
+    """Which refinements are on; an ablation is a `_replace`."""
+    feedback: bool = True
+    exponent: float = 0.4      # of 1/Λ
+    offset: bool = True        # whether levels are centred, and T is turned to suit
+    widen: bool = True
+
+REFINED = Refine()
+PAPER = Refine(feedback=False, exponent=0.25, offset=False, widen=False)
+WIDENED = {2: 1.3, 3: 1.15, 4: 1.1}      # α_b times this, by bits; found on SmolLM2-135M
+
+def strongest_first(T):
+    """Reverse the order of the axes inside T = c 𝓗 Λ^(-1/4) Uᵀ Lᵀ, (..., m, m).
+
+    𝓗 is symmetric with a constant first row, so the mean over the channels of 𝓗 y is y_0/√m, the first axis. eigh sorts
+    the weakest axis first; afterwards it is the strongest.
+    """
+    rotation = hadamard(T.shape[-1]).to(T)
+    axes = rotation @ T                                      # 𝓗 𝓗 = I leaves c Λ^(-1/4) Uᵀ Lᵀ
+    return rotation @ axes.flip(-2)
+
+def feedback_matrix(T, hess, centred=False, damping=1e-2):
+    """Derive F (..., n, m, m), strictly upper, by which rounding errors of y = T x are fed back: y_j −= e_i F_ij.
+
+    Channels are rounded in order, each after the pushes of those before it:
+
+        e_i = (y_i after the pushes) − code_i           what rounding channel i misses by
+        δ_j = (y_j before them) − code_j                what the reader finds wrong
+            = e_j + Σ_{i<j} e_i F_ij                    so δ = (I + F)ᵀ e
+
+    The reader pays δᵀ H' δ, H' = T⁻ᵀ H T⁻¹. Let H'⁻¹ = CᵀC, C upper (Cholesky), and I + F = C with each row divided by its
+    C_ii. Then (I + F) H' (I + F)ᵀ is diagonal, and the reader pays Σ e_i² / C_ii²: each error for itself. This F moves
+    the channels to come to where the cost is least (GPTQ, arXiv 2210.17323; Babai's nearest plane, arXiv 2507.18553).
+    Plain rounding pays Σ e_i² H'_ii on average, and 1/C_ii² ≤ H'_ii.
+
+    If the levels are `centred`, the offset takes up the mean of δ over the channels, so H' is first projected off this
+    direction. Damping comes last, and keeps H' invertible.
+    """
+    m = T.shape[-1]
+    I = torch.eye(m, dtype=torch.float64, device=T.device)
+    T_inverse = torch.linalg.inv(T.double())
+    H = T_inverse.mT @ diagonal_blocks(hess, m) @ T_inverse
+    if centred:
+        without_mean = I - 1 / m                             # I − 1 1ᵀ/m
+        H = without_mean @ H @ without_mean
+
+    # Scale H' to mean diagonal 1 (a zero H' becomes I, of which no feedback follows), then factor its inverse.
+    H = torch.where(mean_diagonal(H) == 0, I, H / mean_diagonal(H))
+    C = torch.linalg.cholesky(torch.linalg.inv(H + damping * I), upper=True)
+    return (C / C.diagonal(dim1=-2, dim2=-1)[..., None]).triu(1)
+
+def feed_back(steps, bits, F):
+    """Return `steps` (b, g, s, n, m) less the pushes of F, not yet rounded: their nearest codes are the codes."""
+    # (b, g, n, m, s): the tokens of one channel lie side by side.
+    y = steps.movedim(2, -1).clone(memory_format=torch.contiguous_format)
+    for i in range(y.shape[-2] - 1):
+        error = y[..., i, :] - nearest_code(y[..., i, :], bits)
+        later = y[..., i + 1:, :]
+        push = F[..., i, i + 1:, None]
+        later.addcmul_(push, error[..., None, :], value=-1)
+    return y.movedim(-1, 2)
+
+def quantize_refined(x, codec, F, centred):
+    """As `quantize`, of x (b, g, s, d), with errors fed back by F (g, n, m, m), if there is one.
+
+    If `centred`, the levels are placed about each group's mean, and at last the offset takes up the mean error.
+    """
+    rule = QUANTIZERS[codec.quantizer].rule
+    groups = x.float().unflatten(-1, (-1, codec.group or x.shape[-1]))
+    if centred:
+        mean = mean_over_channels(groups)
+        scale, offset = rule(groups - mean[..., None], codec.bits, codec.clip)
+        offset = offset + mean
+    else:
+        scale, offset = rule(groups, codec.bits, codec.clip)
+    scale, offset = stored_pair(scale, offset)
+
+    steps = in_steps(groups, scale, offset)
+    if F is not None:
+        steps = feed_back(steps, codec.bits, F)
+    codes = nearest_code(steps, codec.bits).byte().flatten(-2)
+
+    # The codes stay. Moving all levels of a group by its mean error takes that error away.
+    if centred:
+        read = dequantize(codes, scale, offset)
+        missed = groups - read.unflatten(-1, groups.shape[-2:])
+        offset = (offset.float() + mean_over_channels(missed)).bfloat16()
+    return codes, scale, offset
+
+
+# ----------------------------------------------------------------------------------------------------------------
+# Schemes
+#
+# What is decided, in which order, and what holds it; each noun has one object for the keys and one for the
+# values:
+#
+#     moments, a rule, Refine, group   ->  Transforms: two of Basis, which is T, and F if errors are fed back
+#     Transforms, bits, a quantizer    ->  Scheme: two of Encoding, which is T, F, a Codec, and whether it is centred
+#
+# Transforms serve every number of bits, and a file holds them. A scheme says all about what a cache stores.
+
+class Basis(NamedTuple):
+    """What the keys, or the values, are transformed by: (l, g, n, m, m) each, in float32."""
+    transform: Tensor                  # T
+    feedback: Tensor | None = None     # F, if errors are fed back
+
+class Transforms(NamedTuple):
+    """What a calibration is for, and what a transforms file holds."""
+    keys: Basis
+    values: Basis
+    refine: Refine = PAPER
+    group: int | None = None           # channels that share a scale; None: all of a head
+
+class Encoding(NamedTuple):
+    """How the keys, or the values, are stored: of all layers, or of one."""
+    codec: Codec = Codec(bits=16)
+    transform: Tensor | None = None    # T (l, g, n, m, m), or of a layer (g, n, m, m)
+    feedback: Tensor | None = None     # F, alike
+    centred: bool = False              # see `quantize_refined`
+
+    def layer(self, l, device=None):
+        """Return layer l's encoding, its tensors on `device`."""
+        transform = self.transform
+        feedback = self.feedback
+        if transform is not None:
+            transform = transform[l].to(device)
+        if feedback is not None:
+            feedback = feedback[l].to(device)
+        return self._replace(transform=transform, feedback=feedback)
 
 class Scheme(NamedTuple):
-    """How a model's cache is quantized: the codec of each side, and `derive`'s tensors."""
-    k_codec: Codec
-    v_codec: Codec
-    tensors: dict[str, Tensor]
+    """How a model's cache is stored: the encodings of its keys and of its values."""
+    keys: Encoding = Encoding()
+    values: Encoding = Encoding()
 
-    def of(self, side: str, l: int, device=None) -> Side:
-        """Return how layer l's keys, side "k", or values, "v", are cached."""
-        T, push = (self.tensors[key][l].to(device) if key in self.tensors else None
-                   for key in (side, side + "_feedback"))
-        return Side(T, self.k_codec if side == "k" else self.v_codec, push)
+    def layer(self, l, device=None):
+        return Scheme(self.keys.layer(l, device), self.values.layer(l, device))
+
+    def folded(self):
+        """Return the scheme for a model whose values come out transformed already."""
+        return self._replace(values=self.values._replace(transform=None))
+
+def check_name(name, table):
+    """Refuse a name that is not in TRANSFORMS or QUANTIZERS."""
+    if name not in table:
+        raise ValueError(f"{name!r} is not one of {', '.join(table)}")
+
+def shrunk(S, tokens, damping=1e-2):
+    """Add d/tokens of its mean diagonal to a moment (..., d, d), beyond what `wush` adds: for few tokens only.
+
+    The fewer the tokens, the more T gets like the transform of moments of which nothing is known. From 100·d tokens on,
+    nothing is added.
+    """
+    # Differs from the paper: it calibrates on 4 million tokens, where this is nothing.
+    d = S.shape[-1]
+    few = max(0.0, d / max(tokens, 1) - damping)
+    return S + few * mean_diagonal(S) * torch.eye(d, dtype=S.dtype, device=S.device)
+
+def derive_basis(row, gram, hess, refine, group):
+    """Derive T by a row of TRANSFORMS, and what `refine` adds to it."""
+    if row.can_be_refined:
+        T = row.rule(gram, hess, group, exponent=refine.exponent)
+    else:
+        T = row.rule(gram, hess, group)
+    if refine.offset:
+        T = strongest_first(T)
+    F = None
+    if refine.feedback:
+        F = feedback_matrix(T, hess, centred=refine.offset).float().contiguous()
+    return Basis(T.float().contiguous(), F)
+
+def derive(moments, transform="wush", refine=REFINED, group=None):
+    """Derive a model's transforms from `collect_moments`' moments. `refine` is for those that can be refined."""
+    check_name(transform, TRANSFORMS)
+    row = TRANSFORMS[transform]
+    if not row.can_be_refined:
+        refine = PAPER
+    tokens = moments["tokens"]
+    keys_gram, keys_hess = [shrunk(moments[name], tokens) for name in row.key_moments]
+    values_gram, values_hess = [shrunk(moments[name], tokens) for name in row.value_moments]
+    if row.value_moments[1] == "outputs":
+        values_hess = moments["outputs"]                     # of weights, whatever the tokens
+    keys = derive_basis(row, keys_gram, keys_hess, refine, group)
+    values = derive_basis(row, values_gram, values_hess, refine, group)
+    return Transforms(keys, values, refine, group)
+
+def bits_of_sides(bits):
+    """Return (key bits, value bits). Raises ValueError for widths that there are not."""
+    key_bits, value_bits = bits if isinstance(bits, tuple) else (bits, bits)
+    for width in (key_bits, value_bits):
+        if type(width) is not int or width not in BITS:
+            raise ValueError(f"{width} bits are not supported, only {BITS}")
+    return key_bits, value_bits
+
+def make_encoding(basis, bits, quantizer, clip, refine, group):
+    """Combine a basis with a number of bits and a quantizer. What is not rounded, at 16 bits, needs no transform."""
+    if bits == 16:
+        return Encoding(Codec(16))
+    if refine.widen and QUANTIZERS[quantizer].can_widen:
+        clip *= WIDENED.get(bits, 1.0)
+    codec = Codec(bits, quantizer, clip, group)
+    return Encoding(codec, basis.transform, basis.feedback, centred=refine.offset)
+
+def scheme_of(transforms, bits=2, quantizer="quest"):
+    """Choose bits, for keys and values alike or (keys, values), and a quantizer, for a model's transforms."""
+    check_name(quantizer, QUANTIZERS)
+    key_bits, value_bits = bits_of_sides(bits)
+    row = QUANTIZERS[quantizer]
+    refine, group = transforms.refine, transforms.group
+    keys = make_encoding(transforms.keys, key_bits, quantizer, row.key_clip, refine, group)
+    values = make_encoding(transforms.values, value_bits, quantizer, row.value_clip, refine, group)
+    return Scheme(keys, values)
+
+def make_scheme(
+        moments,
+        transform="wush",
+        bits=2,
+        refine=REFINED,
+        group=None,
+        quantizer="quest"):
+    """Go from a model's moments to the scheme of its cache."""
+    return scheme_of(derive(moments, transform, refine, group), bits, quantizer)
+
+def transform_and_quantize(x, encoding):
+    """Transform and quantize x (b, g, s, d): codes, scale and offset, as `quantize` returns them."""
+    y = apply(encoding.transform, x)
+    if encoding.feedback is None and not encoding.centred:
+        return quantize(y, encoding.codec)
+    return quantize_refined(y, encoding.codec, encoding.feedback, encoding.centred)
+
+def roundtrip(x, encoding):
+    """Return what the cache's reader sees of x (b, g, s, d): T⁻¹ dequantize(quantize(T x)), in x's dtype."""
+    if encoding.codec.bits == 16:
+        return x
+    y = dequantize(*transform_and_quantize(x, encoding))
+    T = encoding.transform
+    T_inverse = None if T is None else inverse_transpose(T).mT
+    return apply(T_inverse, y).to(x.dtype)
 
 
-# ------------------------------------------------------------------------------------------------------------
-# The cache of one layer, [sink | packed | recent]: the ends stay in model dtype, the middle is packed codes.
+# ----------------------------------------------------------------------------------------------------------------
+# Window cache
+#
+# The cache of one layer is [sink | packed | recent]: the first tokens and the most recent ones stay in model
+# dtype, those between are packed codes. New tokens enter the recent window; when it reaches keep + flush tokens,
+# its oldest `flush` tokens are encoded together, once, and never touched again. Keys enter after RoPE and are
+# transformed when they are encoded; values enter transformed already, by the folded weights. The rows of a batch
+# may hold different numbers of tokens: they are counted per row, without padding, so that a row's cache is the
+# same alone or in a batch, and the same however the keys and values of a layer are cut into calls.
 
-def hot_path():
-    """Import kernels.py on first use: the mathematics above can be copied out without it."""
-    import kernels
-    return kernels
+class Windows(NamedTuple):
+    sink: int = 16       # first tokens, kept in model dtype
+    keep: int = 128      # last tokens, kept in model dtype, at least
+    flush: int = 16      # tokens that are encoded together
 
-def on_gpu(x: Tensor) -> bool:
-    """Say whether kernels serve x; tests put a yes in its place, and run them in Triton's interpreter."""
-    return x.is_cuda
+class Counts(NamedTuple):
+    """How many tokens of a batch row lie in each part of its cache."""
+    sink: int
+    packed: int
+    recent: int
 
-def causal_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
-    """Attend from q (b, g, r, t, d) to k, v (b, g, s, d), causally or to what a `mask` (b, 1, t, s) shows."""
-    o = F.scaled_dot_product_attention(q.flatten(1, 2), k, v, mask, is_causal=mask is None, enable_gqa=True)
+def attention(q, k, v, mask=None, is_causal=False):
+    """Attend from q (b, g, r, t, d) to k, v (b, g, s, d); a `mask` (b, 1, t, s) is True where a query may look."""
+    o = functional.scaled_dot_product_attention(
+        q.flatten(1, 2), k, v, mask, is_causal=is_causal, enable_gqa=True)
     return o.unflatten(1, q.shape[1:3])
 
-def padding_mask(pad: list[int], t: int, s: int, device) -> Tensor:
-    """Mask for the last t of s columns, (b, 1, t, s): causal; the `pad` first columns see themselves only."""
-    column = torch.arange(s, device=device)
-    own, pad = column[s - t:, None], torch.tensor(pad, device=device)[:, None, None]
-    return ((column >= pad) & (column <= own) | (column == own))[:, None]
+def causal_attention(q, k, v, valid=None):
+    """Attend causally from q (b, g, r, t, d), the last t tokens, to k and v (b, g, s, d).
 
-def grow(buffer: Tensor, capacity: int) -> Tensor:
+    `valid` (b, s) is False for columns of padding; None means that there are none. Every query sees its own column:
+    a query that is padding would see none otherwise, and become NaN.
+    """
+    t, s = q.shape[3], k.shape[2]
+    if valid is None and t in (1, s):
+        return attention(q, k, v, is_causal=t > 1)
+
+    # A number of queries at a time, which bounds the size of masks and scores.
+    outputs = []
+    columns = torch.arange(s, device=q.device)
+    size = max(1, 2 ** 22 // s)
+    for start in range(0, max(t, 1), size):
+        piece = q[..., start:start + size, :]
+        first = s - t + start
+        own_column = columns[first:first + piece.shape[3]][:, None]
+        mask = (columns <= own_column)[None]                             # (1, t, s)
+        if valid is not None:
+            mask = (mask & valid[:, None]) | (columns == own_column)     # (b, t, s)
+        outputs.append(attention(piece, k, v, mask[:, None]))
+    return torch.cat(outputs, 3)
+
+def left_padding(pad, columns, device):
+    """Return which of the columns are valid, (b, columns), if row i begins with pad[i] columns of padding."""
+    if not any(pad):
+        return None
+    return torch.arange(columns, device=device) >= torch.tensor(pad, device=device)[:, None]
+
+def with_room(buffer, tokens, most=None):
+    """Return the buffer (b, g, capacity, ...), or a larger copy of it, with room for `tokens` tokens.
+
+    The capacity grows by a sixteenth, but not beyond `most`, and always to `tokens`: copies are seldom, and spare room,
+    which is memory held for nothing, is small.
+    """
+    capacity = buffer.shape[2]
+    if tokens <= capacity:
+        return buffer
+    spacious = capacity + capacity // 16
+    if most is not None:
+        spacious = min(spacious, most)
+    return resized(buffer, max(tokens, spacious))
+
+def resized(buffer, capacity):
     """Copy a buffer (b, g, s, ...) into one with room for `capacity` tokens, more or fewer."""
     new = buffer.new_zeros(*buffer.shape[:2], capacity, *buffer.shape[3:])
-    new[:, :, :buffer.shape[2]] = buffer[:, :, :capacity]
+    kept = min(capacity, buffer.shape[2])
+    new[:, :, :kept] = buffer[:, :, :kept]
     return new
 
-@lru_cache(8)
-def device_lengths(lengths: tuple[int, ...], device) -> Tensor:
-    """Copy lengths to the device, once for all layers of a step."""
+def check_shape(x, buffer):
+    """Refuse x (b, g, t, d) that a write into the buffer (b, g, s, d) would broadcast or cut short."""
+    batch, heads, _, d = buffer.shape
+    if x.dim() != 4 or x.shape != (batch, heads, x.shape[2], d):
+        raise ValueError(
+            f"keys or values of shape {tuple(x.shape)} do not fit a cache of {batch} rows, "
+            f"{heads} KV heads and head dim {d}")
+
+def encode_reference(x, encoding):
+    """Transform, quantize and pack x (b, g, s, d), with bits < 16: this specifies the encode kernel, bit for bit.
+
+    Returns codes (b, g, s, d·bits/8), uint8, and pairs (b, g, s, groups), int32: bfloat16 scale and offset.
+    """
+    codes, scale, offset = transform_and_quantize(x, encoding)
+    return kernels.pack(codes, encoding.codec.bits), kernels.join_pair(scale, offset)
+
+class Store:
+    """The keys, or the values, of one layer: [sink | packed | recent].
+
+    codes are (b, g, capacity, d·bits/8), uint8, and pairs (b, g, capacity, groups), int32: a bfloat16 scale and
+    offset each. With 16 bits the codes are x in model dtype, unrounded (T x, where a test wants to see T alone).
+    How many tokens lie in each part, the window cache knows: `rows` is a slice of batch rows with equal `counts`.
+    """
+
+    def __init__(self, batch, heads, d, encoding, windows, dtype, device):
+        bits, quantizer, _, group = encoding.codec
+        group = d if group is None else group
+        if bits not in BITS or quantizer not in QUANTIZERS:
+            raise ValueError(f"there is no quantizer {quantizer!r} of {bits} bits")
+        if bits < 16 and (group < 1 or d % group or d % 8):
+            raise ValueError(
+                f"{d} channels do not pack with {bits} bits in groups of {group}: they must be a "
+                "multiple of 8 and of the group")
+        F = encoding.feedback
+        if F is not None and F.shape[-1] != group:
+            raise ValueError(
+                f"feedback in blocks of {F.shape[-1]} channels does not fit groups of {group}")
+        self.encoding = encoding
+        self.bits = bits
+        self.windows = windows
+        T = encoding.transform
+        self.consumer_transform = None if T is None else inverse_transpose(T)            # T⁻ᵀ
+
+        # What the kernels of both encoding and decoding serve: one pair per token, transforms of whole heads.
+        one_block = T is None or T.shape[1] == 1
+        self.has_one_pair = bits < 16 and group == d
+        self.has_kernel = self.has_one_pair and one_block and d in (64, 128, 256)
+        self.kernel_numbers = QUANTIZERS[quantizer].kernel_numbers
+
+        # All buffers begin empty and grow with the tokens.
+        empty = functools.partial(torch.zeros, device=device)
+        self.sink = empty(batch, heads, 0, d, dtype=dtype)
+        self.recent = empty(batch, heads, 0, d, dtype=dtype)
+        if bits < 16:
+            self.codes = empty(batch, heads, 0, d * bits // 8, dtype=torch.uint8)
+            self.pairs = empty(batch, heads, 0, d // group, dtype=torch.int32)
+        else:
+            self.codes = empty(batch, heads, 0, d, dtype=dtype)
+            self.pairs = empty(batch, heads, 0, 0, dtype=torch.int32)
+
+    def buffers(self):
+        return [self.sink, self.codes, self.pairs, self.recent]
+
+    def append(self, rows, counts, x):
+        """Write new tokens x (b, g, t, d) to the sink while it has room, the others to the recent window."""
+        t = x.shape[2]
+        sinks = min(self.windows.sink - counts.sink, t)
+        end = counts.sink + sinks
+        self.sink = with_room(self.sink, end, most=self.windows.sink)
+        self.sink[rows, :, counts.sink:end] = x[:, :, :sinks]
+
+        end = counts.recent + t - sinks
+        self.recent = with_room(self.recent, end, most=self.windows.keep + self.windows.flush)
+        self.recent[rows, :, counts.recent:end] = x[:, :, sinks:]
+
+    def flush(self, rows, counts, due):
+        """Encode the `due` oldest recent tokens and move the younger ones up."""
+        codes, pairs = self.encode(self.recent[rows, :, :due])
+        end = counts.packed + due
+        self.codes = with_room(self.codes, end)
+        self.pairs = with_room(self.pairs, end)
+        self.codes[rows, :, counts.packed:end] = codes
+        self.pairs[rows, :, counts.packed:end] = pairs
+
+        left = counts.recent - due
+        self.recent[rows, :, :left] = self.recent[rows, :, due:counts.recent].clone()
+
+    def encode(self, x):
+        """Encode x (b, g, s, d) by the kernel, where there is one for it, else in torch."""
+        encoding = self.encoding
+        if self.bits == 16:
+            return apply(encoding.transform, x), x.new_zeros(*x.shape[:3], 0)
+
+        knows_rule = self.kernel_numbers is not None
+        if self.has_kernel and knows_rule and kernels.serves(x):
+            numbers = self.kernel_numbers(self.bits, encoding.codec.clip, x.shape[-1])
+            encoded = kernels.encode(
+                x, encoding.transform, encoding.feedback, self.bits,
+                centred=encoding.centred, **numbers)
+            if encoded is not None:      # None: the kernel does not compile here, which it has said
+                return encoded
+        return encode_reference(x, encoding)
+
+    def read_packed(self, rows, count):
+        """Dequantize the first `count` packed tokens: (b, g, count, d), still transformed."""
+        if self.bits == 16:
+            return self.codes[rows, :, :count]
+        codes = kernels.unpack(self.codes[rows, :, :count], self.bits)
+        return dequantize(codes, *kernels.split_pair(self.pairs[rows, :, :count]))
+
+    def read(self, rows, counts):
+        """Read all tokens, with T undone where the store applied it: (b, g, all, d), in model dtype."""
+        T_inverse = None if self.consumer_transform is None else self.consumer_transform.mT
+        packed = apply(T_inverse, self.read_packed(rows, counts.packed))
+        sink = self.sink[rows, :, :counts.sink]
+        recent = self.recent[rows, :, :counts.recent]
+        return torch.cat([sink, packed.to(sink.dtype), recent], 2)
+
+    def scores(self, q, rows, count):
+        """Return q · x̂ over the first `count` packed tokens: q (b, g, r, d), transformed -> (b, g, r, count)."""
+        if not self.has_one_pair:
+            return q @ self.read_packed(rows, count).float().mT
+        return kernels.packed_scores(q, self.codes[rows], self.pairs[rows], self.bits, count)
+
+    def weighted_sum(self, p, rows, count):
+        """Return Σ_s p_s x̂_s over the first `count` packed tokens: p (b, g, r, count) -> (b, g, r, d)."""
+        if not self.has_one_pair:
+            return p @ self.read_packed(rows, count).float()
+        return kernels.packed_values(p, self.codes[rows], self.pairs[rows], self.bits, count)
+
+@functools.lru_cache(8)
+def device_lengths(lengths, device):
+    """Copy the token counts of all rows to the device, for kernels: once for all layers of a step."""
     return torch.tensor(lengths, dtype=torch.int32, device=device)
 
-class PackedTensor:
-    """Tokens of one layer's keys or values as packed codes of T x: what a 2-bit cache really holds.
-
-    codes (b, g, capacity, d·bits/8) uint8; pair (b, g, capacity, groups) int32, a bfloat16 scale and offset
-    each. With 16 bits nothing is rounded but to model dtype: the codes are T x itself and there are no pairs.
-    """
-
-    def __init__(self, batch: int, heads: int, d: int, side: Side, dtype, device):
-        self.T, self.codec, self.push = side
-        bits, group, quantized = self.codec.bits, self.codec.group or d, self.codec.bits < 16
-        pushed = group if self.push is None else self.push.shape[-1]
-        if bits not in BITS or quantized and (d % group or d % 8 or group != pushed):
-            raise ValueError(f"{d} channels do not pack with {bits} bits in groups of {group}: bits are in "
-                             f"{BITS}, channels a multiple of 8 and of the group, the feedback's block")
-        width, kind, groups = (d * bits // 8, torch.uint8, d // group) if quantized else (d, dtype, 0)
-        self.one_pair = groups == 1          # a token and head, as the functions of kernels.py expect
-        self.has_kernel = self.one_pair and d in (64, 128, 256) and (self.T is None or self.T.shape[1] == 1)
-        self.codes = torch.zeros(batch, heads, 0, width, dtype=kind, device=device)
-        self.pair = torch.zeros(batch, heads, 0, groups, dtype=torch.int32, device=device)
-
-    def write(self, rows: slice, start: int, x: Tensor) -> None:
-        """Transform, quantize and pack x (b, g, s, d) as tokens start, start + 1, ... of some batch rows."""
-        stop, capacity = start + x.shape[2], self.codes.shape[2]
-        if stop > capacity:      # the first write gets what it needs, in 64s; later ones double
-            capacity = max(2 * capacity, -(-stop // 64) * 64)
-            self.codes, self.pair = grow(self.codes, capacity), grow(self.pair, capacity)
-        bits, rule, clip, _ = self.codec
-        if self.has_kernel and on_gpu(x):
-            codes, pair = hot_path().encode(x, self.T, bits, rule, clip, self.push)
-        else:
-            codes, pair = x if self.T is None else apply(self.T, x), 0
-            if bits < 16:
-                codes, *pair = quantize(codes, self.codec, self.push)
-                codes, pair = hot_path().pack_ref(codes, bits), hot_path().join_pair(*pair)
-        self.codes[rows, :, start:stop], self.pair[rows, :, start:stop] = codes, pair
-
-    def read(self, count: int, rows: slice = slice(None)) -> Tensor:
-        """Dequantize the first `count` tokens, (b, g, count, d), still in the transformed basis."""
-        if self.codec.bits == 16:
-            return self.codes[rows, :, :count]
-        codes = hot_path().unpack_ref(self.codes[rows, :, :count], self.codec.bits)
-        return dequantize(codes, *hot_path().split_pair(self.pair[rows, :, :count]))
-
-    def scores(self, q: Tensor, count: int, rows: slice) -> Tensor:
-        """Return q · x̂ over the first `count` tokens: q (b, g, r, d), transformed, -> (b, g, r, count)."""
-        if not self.one_pair:
-            return q @ self.read(count, rows).float().mT
-        return hot_path().packed_scores(q, self.codes[rows], self.pair[rows], self.codec.bits, count)
-
-    def weighted_sum(self, p: Tensor, count: int, rows: slice) -> Tensor:
-        """Return Σ_s p_s x̂_s over the first `count` tokens: p (b, g, r, count) -> (b, g, r, d)."""
-        if not self.one_pair:
-            return p @ self.read(count, rows).float()
-        return hot_path().packed_values(p, self.codes[rows], self.pair[rows], self.codec.bits, count)
-
 class WindowCache:
-    """The cache of one layer; a row is [its first `sink` tokens | packed | its last `keep` or a few more].
+    """The cache of one layer: a store of keys, a store of values, and how many tokens each batch row has.
 
-    When a row's recent window reaches keep + flush tokens, its oldest `flush` are quantized together and
-    never touched again. Keys enter raw, after RoPE, and are transformed when they are packed; values enter
-    folded. Tokens are counted per row, without padding: a row's cache is the same alone or in a batch, and
-    however its tokens were cut into calls. keep = None never flushes: an ordinary, growing cache.
+    Give it the `folded()` scheme of one layer: values come out of the folded weights transformed already.
     """
 
-    def __init__(self, batch: int, heads: int, d: int, k: Side = Side(), v: Side = Side(), sink: int = 16,
-                 keep: int | None = 128, flush: int = 16, dtype=torch.float32, device="cpu"):
-        if sink < 0 or flush < 1 or (keep or 0) < 0:
-            raise ValueError(f"windows need sink >= 0, keep >= 0 and flush >= 1, not {sink}, {keep}, {flush}")
-        self.sink, self.keep, self.flush_size = (0 if keep is None else sink), keep, flush
-        self.n, self.n_packed = [0] * batch, [0] * batch                     # per row; all else follows
-        self.k = PackedTensor(batch, heads, d, k, dtype, device)
-        self.v = PackedTensor(batch, heads, d, v._replace(T=None), dtype, device)
-        self.T_query = None if k.T is None else inverse_transpose(k.T)
-        self.window_size = 64 if keep is None else keep + flush
-        window = lambda size: [torch.zeros(batch, heads, size, d, dtype=dtype, device=device) for _ in "kv"]
-        self.sinks, self.recent = window(self.sink), window(self.window_size)
+    def __init__(self, batch, heads, d, scheme=Scheme(), windows=Windows(),
+                 dtype=torch.float32, device="cpu"):
+        if windows.sink < 0 or windows.keep < 0 or windows.flush < 1:
+            raise ValueError(
+                f"windows need sink >= 0, keep >= 0 and flush >= 1, not {tuple(windows)}")
+        if scheme.values.transform is not None:
+            raise ValueError(
+                "a window cache takes values that are transformed already: fold T_V into the model")
+        self.windows = windows
+        self.n_tokens = [0] * batch
+        self.n_packed = [0] * batch
+        self.keys = Store(batch, heads, d, scheme.keys, windows, dtype, device)
+        self.values = Store(batch, heads, d, scheme.values, windows, dtype, device)
 
     @property
-    def nbytes(self) -> int:
-        """Bytes of all storage held, spare capacity included."""
-        held = *self.sinks, *self.recent, self.k.codes, self.k.pair, self.v.codes, self.v.pair
-        return sum(t.untyped_storage().nbytes() for t in held)
+    def nbytes(self):
+        """Bytes of all storage held, spare room included."""
+        buffers = self.keys.buffers() + self.values.buffers()
+        return sum(buffer.untyped_storage().nbytes() for buffer in buffers)
 
-    def sizes(self, row: int) -> tuple[int, int, int]:
-        """Count a row's tokens in the sinks, packed, and in the recent window."""
-        n, packed = self.n[row], self.n_packed[row]
-        return min(n, self.sink), packed, max(0, n - self.sink - packed)
+    def counts(self, row):
+        sink = min(self.n_tokens[row], self.windows.sink)
+        packed = self.n_packed[row]
+        return Counts(sink, packed, self.n_tokens[row] - sink - packed)
 
-    def rows_alike(self, *others: list) -> list[slice]:
-        """Group rows: one slice over all of them if their sizes and `others` are the same, else one each."""
-        keys = [*zip(self.n, self.n_packed, *others)]
-        return [slice(0, len(keys))] if len({*keys}) == 1 else [slice(i, i + 1) for i in range(len(keys))]
+    def equal_rows(self, *others):
+        """Return all batch rows as one slice if their counts and `others` are equal, or else each row as its own."""
+        rows = list(zip(self.n_tokens, self.n_packed, *others))
+        if len(set(rows)) == 1:
+            return [slice(0, len(rows))]
+        return [slice(row, row + 1) for row in range(len(rows))]
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, pad: list[int] | None = None) -> Tensor:
-        """Take in the tokens of one call and return their attention output (b, g, r, t, d).
+    def attend(self, q, k, v, pad=None):
+        """Take in the tokens of one call, k and v (b, g, t, d), and attend from q (b, g, r, t, d): (b, g, r, t, d).
 
-        They see the cache as it stood when the call began and, exactly, each other; quantizing what is due
-        comes last. `pad` counts the padding at the left of each row of this call.
+        The tokens of the call are appended, unrounded, and attended to with the rest; encoding what is due comes last.
+        `pad` counts the padding at the left of each row of this call.
         """
-        t, before, pad = q.shape[3], max(self.n), pad or [0] * len(self.n)
+        pad = pad or [0] * len(self.n_tokens)
+        was_empty = not any(self.n_tokens)
         self.append(k, v, pad)
-        if before == 0:
-            o = causal_attention(q, k, v, padding_mask(pad, t, t, q.device) if any(pad) else None)
-        elif t > 1:
-            o = self.attend_dequantized(q)
-        elif self.keep is None:
-            o = self.attend_ordinary(q)
+        if was_empty:
+            o = causal_attention(q, k, v, left_padding(pad, k.shape[2], k.device))
+        elif q.shape[3] != 1:
+            o = self.attend_restored(q)
+        elif self.keys.has_kernel and self.values.has_kernel and kernels.serves(q):
+            o = self.attend_by_kernel(q)
         else:
-            by_kernel = on_gpu(q) and self.k.has_kernel and self.v.has_kernel
-            o = self.attend_by_kernel(q) if by_kernel else self.attend_parts(q)
+            o = self.attend_parts(q)
         self.flush()
         return o
 
-    def append(self, k: Tensor, v: Tensor, pad: list[int]) -> None:
-        """Write k and v (b, g, t, d) to the sinks while these have room, then to the recent window."""
-        for rows in self.rows_alike(pad):
-            (n_sink, _, n_recent), skip = self.sizes(rows.start), pad[rows.start]
-            new = min(self.sink - n_sink, k.shape[2] - skip)     # these fill the sinks, the rest is recent
-            end, capacity = n_recent + k.shape[2] - skip - new, self.recent[0].shape[2]
-            if end > capacity:   # a long call stretches the window until the flush; an ordinary cache doubles
-                capacity = max(end, 2 * capacity) if self.keep is None else end
-                self.recent = [grow(w, capacity) for w in self.recent]
-            for x, sinks, recent in zip((k, v), self.sinks, self.recent):
-                sinks[rows, :, n_sink:n_sink + new] = x[rows, :, skip:skip + new]
-                recent[rows, :, n_recent:end] = x[rows, :, skip + new:]
-        self.n = [n + k.shape[2] - p for n, p in zip(self.n, pad)]
+    def append(self, k, v, pad):
+        """Write k and v (b, g, t, d), without their padding, to the end of every row."""
+        check_shape(k, self.keys.recent)
+        check_shape(v, self.values.recent)
+        for rows in self.equal_rows(pad):
+            counts = self.counts(rows.start)
+            first = pad[rows.start]
+            self.keys.append(rows, counts, k[rows, :, first:])
+            self.values.append(rows, counts, v[rows, :, first:])
+        t = k.shape[2]
+        self.n_tokens = [count + t - skipped for count, skipped in zip(self.n_tokens, pad)]
 
-    def flush(self) -> None:
-        """Quantize the oldest recent tokens, `flush` at a time, while `keep` stay: nothing else packs any."""
-        if self.keep is None:
-            return
-        for rows in self.rows_alike():
-            _, p, r = self.sizes(rows.start)
-            if (due := (r - self.keep) // self.flush_size * self.flush_size) <= 0:
-                continue
-            for packed, recent in zip((self.k, self.v), self.recent):
-                packed.write(rows, p, recent[rows, :, :due])
-                recent[rows, :, :r - due] = recent[rows, :, due:r].clone()
-            self.n_packed[rows] = [p + due] * len(self.n_packed[rows])
-        if self.recent[0].shape[2] > self.window_size:
-            self.recent = [grow(w, self.window_size) for w in self.recent]
+    def flush(self):
+        """Encode the oldest recent tokens, `flush` at a time, while `keep` stay: nothing else encodes any."""
+        _, keep, size = self.windows
+        for rows in self.equal_rows():
+            counts = self.counts(rows.start)
+            due = (counts.recent - keep) // size * size
+            if due > 0:
+                self.keys.flush(rows, counts, due)
+                self.values.flush(rows, counts, due)
+                self.n_packed[rows] = [counts.packed + due] * len(self.n_packed[rows])
 
-    def read(self, side: int, length: int) -> Tensor:
-        """Dequantize keys (side 0, T undone) or values (1): (b, g, length, d), rows aligned on the right."""
-        packed, sinks, recent = (self.k, self.v)[side], self.sinks[side], self.recent[side]
-        middle = packed.read(max(self.n_packed))
-        if packed.T is not None:
-            middle = apply(self.T_query.mT, middle)
-        hat = recent.new_zeros(*recent.shape[:2], length, recent.shape[3])
-        for rows in self.rows_alike():
-            parts = zip((sinks, middle.to(hat.dtype), recent), self.sizes(rows.start))
-            hat[rows, :, length - self.n[rows.start]:] = torch.cat([x[rows, :, :n] for x, n in parts], 2)
-        return hat
+        # A long call has stretched the recent windows: give the room back.
+        if self.keys.recent.shape[2] > keep + size:
+            self.keys.recent = resized(self.keys.recent, keep + size)
+            self.values.recent = resized(self.values.recent, keep + size)
 
-    def attend_dequantized(self, q: Tensor) -> Tensor:
-        """Attend from the last t > 1 tokens' q (b, g, r, t, d): they share the cost of dequantizing all."""
-        length = max(*self.n, q.shape[3])                        # a call may be mostly padding
-        mask = padding_mask([length - n for n in self.n], q.shape[3], length, q.device)
-        k, v, step = self.read(0, length), self.read(1, length), max(1, 2 ** 22 // length)
-        parts = zip(q.split(step, 3), mask.split(step, 2))       # some queries at a time: bounds the scores
-        return torch.cat([causal_attention(some, k, v, seen) for some, seen in parts], 3)
+    def read(self, store, length):
+        """Read the keys or the values of all rows, (b, g, length, d), aligned on the right; zeros before."""
+        batch, heads, _, d = store.recent.shape
+        restored = store.recent.new_zeros(batch, heads, length, d)
+        for rows in self.equal_rows():
+            counts = self.counts(rows.start)
+            restored[rows, :, length - sum(counts):] = store.read(rows, counts)
+        return restored
 
-    def attend_ordinary(self, q: Tensor) -> Tensor:
-        """Attend from one token's q (b, g, r, 1, d) to a cache that is all recent window."""
-        k, v = (w[:, :, :max(self.n)] for w in self.recent)
-        slot, n = torch.arange(k.shape[2], device=q.device), torch.tensor(self.n, device=q.device)
-        return causal_attention(q, k, v, slot < n[:, None, None, None])
+    def attend_restored(self, q):
+        """Attend from the last t tokens' q (b, g, r, t, d), which share the cost of reading everything back."""
+        length = max(*self.n_tokens, q.shape[3])                 # a call may be mostly padding
+        pad = [length - count for count in self.n_tokens]
+        valid = left_padding(pad, length, q.device)
+        k = self.read(self.keys, length)
+        v = self.read(self.values, length)
+        return causal_attention(q, k, v, valid)
 
-    def attend_parts(self, q: Tensor) -> Tensor:
+    def attend_parts(self, q):
         """Attend from one token's q (b, g, r, 1, d) with one softmax over the three parts."""
-        outputs, q = [], q[..., 0, :].float()
-        q_packed = q if self.T_query is None else apply(self.T_query, q)
-        for rows in self.rows_alike():
-            n_sink, n_packed, n_recent = size = self.sizes(rows.start)
-            k_sink, v_sink = (x[rows, :, :n_sink].float() for x in self.sinks)
-            k_recent, v_recent = (x[rows, :, :n_recent].float() for x in self.recent)
-            packed = self.k.scores(q_packed[rows], n_packed, rows)
-            scores = torch.cat([q[rows] @ k_sink.mT, packed, q[rows] @ k_recent.mT], -1)
-            p_sink, p, p_recent = (scores * q.shape[-1] ** -0.5).softmax(-1).split(size, -1)
-            outputs.append(p_sink @ v_sink + self.v.weighted_sum(p, n_packed, rows) + p_recent @ v_recent)
-        return torch.cat(outputs)[..., None, :].to(self.recent[0].dtype)
+        outputs = []
+        q = q[..., 0, :].float()
+        q_packed = apply(self.keys.consumer_transform, q)
+        for rows in self.equal_rows():
+            counts = self.counts(rows.start)
 
-    def attend_by_kernel(self, q: Tensor) -> Tensor:
-        """As `attend_parts`, in one launch over packed bytes and windows."""
-        sizes = zip(*(self.sizes(row) for row in range(len(self.n))))
-        n_sink, n_packed, n_recent = (device_lengths(size, q.device) for size in sizes)
-        q, bits = q[..., 0, :], (self.k.codec.bits, self.v.codec.bits)
-        q_packed = q.float() if self.T_query is None else apply(self.T_query, q)
-        packed = self.k.codes, self.k.pair, self.v.codes, self.v.pair, n_packed
-        windows = (*self.sinks, n_sink), (*self.recent, n_recent)
-        return hot_path().decode_attention(q, q_packed, windows[0], packed, windows[1], bits)[..., None, :]
+            # Scores of the three parts. The packed keys are T k, so they meet T⁻ᵀ q.
+            k_sink = self.keys.sink[rows, :, :counts.sink].float()
+            k_recent = self.keys.recent[rows, :, :counts.recent].float()
+            scores = torch.cat([
+                q[rows] @ k_sink.mT,
+                self.keys.scores(q_packed[rows], rows, counts.packed),
+                q[rows] @ k_recent.mT,
+            ], -1)                                               # (b, g, r, s)
 
-    def crop(self, count: int) -> None:
-        """Drop the last `count` tokens of every row. What is packed stays packed, as it is."""
-        self.n = [max(n - count, 0) for n in self.n]
-        self.n_packed = [min(p, max(n - self.sink, 0)) for n, p in zip(self.n, self.n_packed)]
+            # One softmax, then the weighted sum part by part.
+            p = (scores * q.shape[-1] ** -0.5).softmax(-1)
+            p_sink, p_packed, p_recent = p.split(counts, -1)
+            v_sink = self.values.sink[rows, :, :counts.sink].float()
+            v_recent = self.values.recent[rows, :, :counts.recent].float()
+            o = p_sink @ v_sink + self.values.weighted_sum(p_packed, rows, counts.packed)
+            outputs.append(o + p_recent @ v_recent)
+        return torch.cat(outputs)[..., None, :].to(self.keys.recent.dtype)
 
-    def select(self, rows: Tensor) -> None:
-        """Keep these batch rows, in this order, some perhaps several times: of beams, of a smaller batch."""
-        rows = torch.arange(len(self.n))[rows.cpu()]             # also of a mask or of negative indices
-        index, rows = rows.to(self.recent[0].device), rows.tolist()
-        self.sinks, self.recent = ([x[index] for x in window] for window in (self.sinks, self.recent))
-        for packed in self.k, self.v:
-            packed.codes, packed.pair = packed.codes[index], packed.pair[index]
-        self.n, self.n_packed = [self.n[row] for row in rows], [self.n_packed[row] for row in rows]
+    def attend_by_kernel(self, q):
+        """As `attend_parts`, in one launch over packed bytes and windows; where that fails, its reference answers."""
+        q = q[..., 0, :]
+        q_packed = apply(self.keys.consumer_transform, q.float())
+        counts = [self.counts(row) for row in range(len(self.n_tokens))]
+        lengths = [device_lengths(part, q.device) for part in zip(*counts)]
+        n_sink, n_packed, n_recent = lengths
+        keys = self.keys
+        values = self.values
+        o = kernels.decode_attention(
+            q, q_packed,
+            (keys.sink, values.sink, n_sink),
+            (keys.codes, keys.pairs, values.codes, values.pairs, n_packed),
+            (keys.recent, values.recent, n_recent),
+            (keys.bits, values.bits))
+        return o[..., None, :]
 
-    def state(self) -> dict:
-        """Copy all that is held, packed tokens without spare room, for `restore` and torch.save."""
-        count, packed = max(self.n_packed), (self.k.codes, self.k.pair, self.v.codes, self.v.pair)
-        tensors = {"packed": [x[:, :, :count] for x in packed], "sinks": self.sinks, "recent": self.recent}
-        copies = {name: [x.clone() for x in held] for name, held in tensors.items()}
-        return {"n": [*self.n], "n_packed": [*self.n_packed]} | copies
+class PlainCache:
+    """The unquantized cache of one layer: all keys and values in model dtype, padding included."""
 
-    def restore(self, state: dict) -> None:
-        here = lambda tensors: [x.to(self.recent[0].device, copy=True) for x in tensors]
-        self.n, self.n_packed = [*state["n"]], [*state["n_packed"]]
-        self.sinks, self.recent = here(state["sinks"]), here(state["recent"])
-        self.k.codes, self.k.pair, self.v.codes, self.v.pair = here(state["packed"])
+    def __init__(self, batch, heads, d, dtype=torch.float32, device="cpu"):
+        self.n_tokens = [0] * batch                              # per row, without padding
+        self.valid = torch.ones(batch, 0, dtype=torch.bool, device=device)
+        self.k = torch.zeros(batch, heads, 0, d, dtype=dtype, device=device)
+        self.v = torch.zeros(batch, heads, 0, d, dtype=dtype, device=device)
+
+    @property
+    def nbytes(self):
+        return self.k.untyped_storage().nbytes() + self.v.untyped_storage().nbytes()
+
+    def attend(self, q, k, v, pad=None):
+        """Append k and v (b, g, t, d) and attend from q (b, g, r, t, d), as `WindowCache.attend` does."""
+        pad = pad or [0] * len(self.n_tokens)
+        check_shape(k, self.k)
+        check_shape(v, self.v)
+        start = self.valid.shape[1]
+        end = start + k.shape[2]
+        self.k = with_room(self.k, end)
+        self.v = with_room(self.v, end)
+        self.k[:, :, start:end] = k
+        self.v[:, :, start:end] = v
+        self.n_tokens = [count + k.shape[2] - skipped for count, skipped in zip(self.n_tokens, pad)]
+
+        # Only padding needs a mask.
+        columns = torch.arange(k.shape[2], device=k.device)
+        padding = torch.tensor(pad, device=k.device)
+        new_valid = columns >= padding[:, None]
+        self.valid = torch.cat([self.valid, new_valid], 1)
+        valid = None if min(self.n_tokens) == end else self.valid
+        return causal_attention(q, self.k[:, :, :end], self.v[:, :, :end], valid)
 
 
-# ------------------------------------------------------------------------------------------------------------
-# The model, by hand: Qwen3, and Llama as the same graph without QK-norm. Weights are a dict, named as stored.
+# ----------------------------------------------------------------------------------------------------------------
+# The model
+#
+# Qwen3, written out by hand, and Llama as the same graph without QK-norm. The weights are a dictionary under the
+# checkpoint's own names, the configuration is transformers' object. Attention is a function that the caller
+# passes: that is where a cache, the calibration and every evaluation come in. Folding the value transforms
+# changes two projections per layer and nothing else, so the folded model runs through the very same functions.
+# W_O(r), (D, d), is the block of columns of the output projection that reads query head r.
 
 class Model(NamedTuple):
     config: object               # transformers' config object: hidden_size, num_key_value_heads, ...
@@ -563,252 +996,397 @@ class Model(NamedTuple):
     rope_scale: float            # on cos and sin (YaRN)
     folded: bool = False
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+def rms_norm(x, weight, eps):
     """Normalize in float32, cast back, then multiply by the weight: transformers' order, for bf16's sake."""
     y = x.float()
-    return weight * (y * torch.rsqrt(y.square().mean(-1, keepdim=True) + eps)).to(x.dtype)
+    mean_square = y.square().mean(-1, keepdim=True)
+    return weight * (y * torch.rsqrt(mean_square + eps)).to(x.dtype)
 
-def linear(weights: dict, name: str, x: Tensor) -> Tensor:
-    return F.linear(x, weights[name + ".weight"], weights.get(name + ".bias"))
+def linear(model, name, x):
+    return functional.linear(x, model.weights[name + ".weight"], model.weights.get(name + ".bias"))
 
-def rope_tables(model: Model, positions: Tensor, dtype) -> tuple[Tensor, Tensor]:
+def rope_tables(model, positions, dtype):
     """Return cos and sin, (b, t, d) each, of the rotary angles at `positions` (b, t)."""
     angle = (positions[..., None].float() * model.inv_freq).repeat(1, 1, 2)
-    return (angle.cos() * model.rope_scale).to(dtype), (angle.sin() * model.rope_scale).to(dtype)
+    cos = angle.cos() * model.rope_scale
+    sin = angle.sin() * model.rope_scale
+    return cos.to(dtype), sin.to(dtype)
 
-def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def rope(x, cos, sin):
     """Rotate channel i of x (..., t, d) with channel i + d/2, the pairing of the checkpoints."""
     left, right = x.chunk(2, -1)
     return x * cos + torch.cat([-right, left], -1) * sin
 
-def project(model: Model, l: int, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def project(model, l, x, cos, sin):
     """Project x (b, t, D) to q (b, g, r, t, d), k and v (b, g, t, d); q and k after QK-norm and RoPE."""
-    w, c, p = model.weights, model.config, f"model.layers.{l}.self_attn."
-    q, k, v = (linear(w, f"{p}{i}_proj", x).unflatten(-1, (-1, c.head_dim)) for i in "qkv")
-    if c.model_type == "qwen3":
-        q, k = (rms_norm(y, w[f"{p}{i}_norm.weight"], c.rms_norm_eps) for i, y in (("q", q), ("k", k)))
-    q = q.unflatten(2, (c.num_key_value_heads, -1)).permute(0, 2, 3, 1, 4)   # (b, t, h, d) -> (b, g, r, t, d)
-    k, v = k.transpose(1, 2), v.transpose(1, 2)
-    return rope(q, cos[:, None, None], sin[:, None, None]), rope(k, cos[:, None], sin[:, None]), v
+    config = model.config
+    prefix = f"model.layers.{l}.self_attn."
+    kv_heads = config.num_key_value_heads
+    q = linear(model, prefix + "q_proj", x).unflatten(-1, (config.num_attention_heads, -1))
+    k = linear(model, prefix + "k_proj", x).unflatten(-1, (kv_heads, -1))
+    v = linear(model, prefix + "v_proj", x).unflatten(-1, (kv_heads, -1))
+    if config.model_type == "qwen3":
+        q = rms_norm(q, model.weights[prefix + "q_norm.weight"], config.rms_norm_eps)
+        k = rms_norm(k, model.weights[prefix + "k_norm.weight"], config.rms_norm_eps)
 
-def project_out(model: Model, l: int, o: Tensor) -> Tensor:
+    # From (b, t, heads, d) to heads first, query heads by KV head.
+    q = q.unflatten(2, (kv_heads, -1)).permute(0, 2, 3, 1, 4)                # (b, g, r, t, d)
+    k = k.transpose(1, 2)                                                    # (b, g, t, d)
+    v = v.transpose(1, 2)
+
+    # All heads turn by the same angles.
+    cos = cos[:, None]
+    sin = sin[:, None]
+    return rope(q, cos[:, None], sin[:, None]), rope(k, cos, sin), v
+
+def project_out(model, l, o):
     """Apply the output projection to o (b, g, r, t, d): (b, t, D)."""
-    return linear(model.weights, f"model.layers.{l}.self_attn.o_proj", o.permute(0, 3, 1, 2, 4).flatten(2))
+    return linear(model, f"model.layers.{l}.self_attn.o_proj", o.permute(0, 3, 1, 2, 4).flatten(2))
 
-def swiglu(model: Model, l: int, x: Tensor) -> Tensor:
-    w, p = model.weights, f"model.layers.{l}.mlp."
-    return linear(w, p + "down_proj", F.silu(linear(w, p + "gate_proj", x)) * linear(w, p + "up_proj", x))
+def swiglu(model, l, x):
+    prefix = f"model.layers.{l}.mlp."
+    gate = functional.silu(linear(model, prefix + "gate_proj", x))
+    return linear(model, prefix + "down_proj", gate * linear(model, prefix + "up_proj", x))
+
+def block(model, l, x, cos, sin, attend):
+    """Run layer l on x (b, t, D); `attend(l, q, k, v) -> o` is the caller's."""
+    eps = model.config.rms_norm_eps
+    attention_norm = model.weights[f"model.layers.{l}.input_layernorm.weight"]
+    mlp_norm = model.weights[f"model.layers.{l}.post_attention_layernorm.weight"]
+
+    q, k, v = project(model, l, rms_norm(x, attention_norm, eps), cos, sin)
+    o = attend(l, q, k, v)
+    x = x + project_out(model, l, o)
+
+    # The MLP is several times wider than x, so it sees some tokens at a time.
+    parts = [swiglu(model, l, rms_norm(part, mlp_norm, eps)) for part in x.split(4096, 1)]
+    return x + torch.cat(parts, 1)
 
 @torch.no_grad()
-def forward(model: Model, ids: Tensor, attend: Callable, positions: Tensor | None = None) -> Tensor:
-    """Run the decoder on ids (b, t) and return the normalized hidden states (b, t, D).
-
-    `attend(l, q, k, v) -> o` is where a window cache, calibration and each evaluation come in.
-    """
-    w, c = model.weights, model.config
+def forward(model, ids, attend, positions=None):
+    """Run the decoder on ids (b, t), attending by `attend(l, q, k, v) -> o`: normalized hidden states (b, t, D)."""
     if positions is None:
         positions = torch.arange(ids.shape[1], device=ids.device)[None]
-    x = F.embedding(ids, w["model.embed_tokens.weight"])
+    x = functional.embedding(ids, model.weights["model.embed_tokens.weight"])
     cos, sin = rope_tables(model, positions, x.dtype)
-    for l in range(c.num_hidden_layers):
-        norm = lambda y, name: rms_norm(y, w[f"model.layers.{l}.{name}_layernorm.weight"], c.rms_norm_eps)
-        q, k, v = project(model, l, norm(x, "input"), cos, sin)
-        x = x + project_out(model, l, attend(l, q, k, v))
-        parts = x.split(4096, 1)                     # some tokens at a time: the MLP is several times wider
-        x = x + torch.cat([swiglu(model, l, norm(part, "post_attention")) for part in parts], 1)
-    return rms_norm(x, w["model.norm.weight"], c.rms_norm_eps)
+    for l in range(model.config.num_hidden_layers):
+        x = block(model, l, x, cos, sin, attend)
+    return rms_norm(x, model.weights["model.norm.weight"], model.config.rms_norm_eps)
 
-def logits(model: Model, hidden: Tensor) -> Tensor:
+def logits(model, hidden):
     """Map hidden states (..., D) to logits (..., v)."""
-    tied = model.config.tie_word_embeddings
-    return F.linear(hidden, model.weights["model.embed_tokens.weight" if tied else "lm_head.weight"])
+    name = "model.embed_tokens.weight" if model.config.tie_word_embeddings else "lm_head.weight"
+    return functional.linear(hidden, model.weights[name])
 
-def fold_in(T: Tensor, W: Tensor) -> Tensor:
+def fold_in(T, W):
     """Return T W for the value projection (g·d, D) or its bias (g·d,); T is (g, n, m, m)."""
     rows = W.double().reshape(*T.shape[:3], -1)                              # (g, n, m, D or 1)
     return (T.double() @ rows).reshape(W.shape).to(W.dtype)
 
-def fold_out(T: Tensor, W: Tensor) -> Tensor:
-    """Return W T⁻¹, query head by query head, for the output projection (D, h·d)."""
-    blocks = W.double().unflatten(1, (len(T), -1, *T.shape[1:3]))            # (D, g, r, n, m)
-    return torch.einsum("Dgrni,gnij->Dgrnj", blocks, torch.linalg.inv(T.double())).flatten(1).to(W.dtype)
+def fold_out(T, W):
+    """Return W_O(r) T⁻¹, query head by query head, for the output projection (D, h·d)."""
+    g, n, m = T.shape[:3]
+    blocks = W.double().unflatten(1, (g, -1, n, m))                          # (D, g, r, n, m)
+    T_inverse = torch.linalg.inv(T.double())
+    return torch.einsum("Dgrni,gnij->Dgrnj", blocks, T_inverse).flatten(1).to(W.dtype)
 
 FOLDS = {"v_proj.weight": fold_in, "v_proj.bias": fold_in, "o_proj.weight": fold_out}
 
-def fold_values(model: Model, T_V: Tensor) -> Model:
-    """Fold T_V (l, g, n, m, m) into a copy of the weights: W_V ← T_V W_V, bias too; W_O(r) ← T_V⁻ᵀ W_O(r).
+def fold_values(model, T_V):
+    """Fold T_V (l, g, n, m, m) into a copy of the weights: W_V ← T_V W_V, bias too; W_O(r) ← W_O(r) T_V⁻¹.
 
-    The values come out transformed and the logits as they were. The given model is not changed. Raises
-    ValueError for a model that is folded already.
+    The values come out transformed and the logits as they were. Raises ValueError for a model that is folded
+    already; the model that is passed stays as it is.
     """
     if model.folded:
         raise ValueError("this model's values are folded already: fold the original one")
     weights = dict(model.weights)
     for l, T in enumerate(T_V):
-        names = {f"model.layers.{l}.self_attn.{name}": fold for name, fold in FOLDS.items()}
-        weights |= {name: fold(T, weights[name]) for name, fold in names.items() if name in weights}
+        T = T.to(model.inv_freq.device)
+        for name, fold in FOLDS.items():
+            name = f"model.layers.{l}.self_attn.{name}"
+            if name in weights:
+                weights[name] = fold(T, weights[name])
     return model._replace(weights=weights, folded=True)
 
 
-# ------------------------------------------------------------------------------------------------------------
-# Calibration: second moments only, in one pass; never all activations, never the vocabulary logits.
+# ----------------------------------------------------------------------------------------------------------------
+# Calibration
+#
+# One pass over a text sums second moments per layer and KV head: Σ k kᵀ and Σ v vᵀ of what is stored, 2 Σ q qᵀ
+# and 2 Σ W_Oᵀ W_O of what consumes it. Nothing else is kept: neither activations nor vocabulary logits. Since T
+# does not depend on the moments' scale, sums will do; tokens are counted only to know when they are few. Two rows
+# of TRANSFORMS need weighted sums: OSCAR's values, and WUSH-A, which weighs each query by what an error at a key
+# would do to the module's output.
 
-def second_moment(x: Tensor, weight: Tensor | None = None) -> Tensor:
-    """Sum w x xᵀ over all but heads and channels: x (b, g, ..., t, d), w (b, g, ..., t) -> (g, d, d)."""
-    total = x.new_zeros(x.shape[1], x.shape[-1], x.shape[-1], dtype=torch.float64)
+def second_moment(x, weight=None):
+    """Sum w x xᵀ over all but heads and channels: x (b, g, ..., t, d), w (b, g, ..., t) -> (g, d, d), float64."""
+    g = x.shape[1]
+    d = x.shape[-1]
+    total = x.new_zeros(g, d, d, dtype=torch.float64)
     for i in range(0, x.shape[-2], 4096):
         part = x[..., i:i + 4096, :].double()
-        left = part if weight is None else part * weight[..., i:i + 4096, None]
-        total += torch.einsum("bg...d,bg...e->gde", left, part)
+        weighted = part if weight is None else part * weight[..., i:i + 4096, None]
+        total += torch.einsum("bg...d,bg...e->gde", weighted, part)
     return total
 
-def oscar_weight(q_moment: Tensor, k: Tensor) -> Tensor:
+def oscar_weight(q_moment, k):
     """Weigh tokens as OSCAR does for its values: w_s = k_sᵀ C_q k_s, scaled to mean 1: (b, g, s)."""
     # Differs from the paper: C_q and the mean are one sequence's own, so that one pass over the text will do.
     k = k.double()
     w = (torch.einsum("bgsd,gde->bgse", k, q_moment) * k).sum(-1)
     return w / w.mean((0, 2), keepdim=True).clamp(min=torch.finfo(w.dtype).tiny)
 
-def attention_sensitivity(q: Tensor, k: Tensor, v: Tensor, A: Tensor) -> tuple[Tensor, Tensor]:
-    """Weigh queries for WUSH-A: w_{r,t} for the key Hessian, Σ_s p² for the value's, both (b, g, r, t).
+def attention_sensitivity(q, k, v, A):
+    """Weigh queries for WUSH-A, by what an error at a key or at a value does to the module's output, to first order.
 
-    A = W Wᵀ, (g, r, d, d), of each query head's block W of the output projection: ‖Wᵀx‖² = xᵀ A x.
+    A query has the probabilities p_s and the output o = Σ_s p_s v_s, which W = W_O(r), (D, d), reads; A = WᵀW is
+    (g, r, d, d). Suppose the errors δ_s at all positions s have the same covariance C.
 
-    To first order, for a query with probabilities p_s and output o = Σ p_s v_s: an error δ_s of key s moves
-    its score by q·δ_s/√d and the head's share of the module's output by p_s (q·δ_s/√d) Wᵀ(v_s − o). If the
-    δ_s are independent with covariance C, the expected squared change is qᵀC q · Σ_s p_s² ‖Wᵀ(v_s − o)‖² / d,
-    which is ½ tr(H C) for H = Σ w q qᵀ, w = 2 Σ_s p_s² ‖Wᵀ(v_s − o)‖² / d. An error of value s moves the
-    output by p_s Wᵀδ_s, so there H = 2 Σ_r (Σ_{t,s} p²) W Wᵀ. Heads are summed as if their changes were
-    unrelated.
+      * An error of key s moves the score by q·δ_s/√d, and so the output by p_s (q·δ_s/√d) W(v_s − o). The mean square of
+        that is a_s · qᵀCq, with a_s = p_s² (v_s − o)ᵀA(v_s − o) / d.
+      * An error of value s moves the output by p_s W δ_s, with the mean square p_s² · tr(A C).
+
+    Errors at different positions and heads are taken as unrelated, so that mean squares add up. As qᵀCq = tr(qqᵀ C), the
+    sums over s, t and r are ½ tr(H C) with
+
+        key     H = Σ_r Σ_t w qqᵀ,   w = 2 Σ_s a_s
+        value   H = 2 Σ_r Σ_t (Σ_s p_s²) A
+
+    Returns w and Σ_s p_s², (b, g, r, t) each, float64.
     """
     # Differs from the paper: its appendix C was not at hand, this derivation of its WUSH-A is ours.
-    (t, d), A = q.shape[-2:], A.float()
-    q, k, v = q.float(), k[:, :, None].float(), v[:, :, None].float()       # the terms of `spread` cancel
-    squares = ((v @ A) * v).sum(-1, keepdim=True)                            # (b, g, r, s, 1)
-    step, w, p_squared = max(16, 2 ** 21 // t), [], []
-    for i in range(0, t, step):                                              # queries at a time: bounds p
-        z = q[..., i:i + step, :] @ k.mT * d ** -0.5
-        future = torch.ones(z.shape[-2:], dtype=torch.bool, device=q.device).triu(i + 1)
-        p = z.masked_fill(future, -torch.inf).softmax(-1)
-        o, p2 = p @ v, p.square()
-        spread = (p2 @ squares)[..., 0] - 2 * (o @ A * (p2 @ v)).sum(-1) + p2.sum(-1) * (o @ A * o).sum(-1)
-        w.append(2 * spread.clamp(min=0) / d)                    # spread = Σ_s p² (v_s − o)ᵀ A (v_s − o)
-        p_squared.append(p2.sum(-1))
-    return torch.cat(w, -1).double(), torch.cat(p_squared, -1).double()
+    t, d = q.shape[-2:]
+    A = A.float()
+    q = q.float()
+    k = k[:, :, None].float()
+    v = v[:, :, None].float()
+    squares = ((v @ A) * v).sum(-1, keepdim=True)                # v_sᵀ A v_s, (b, g, r, s, 1)
 
-def zero_moments(W_O: Tensor, attention_aware: bool = False) -> dict[str, Tensor]:
-    """Make a layer's moments, of no tokens yet, and "A": W Wᵀ of each output block of W_O (g, r, d, D)."""
-    names = ("k", "q", "v", "v_oscar") + ("q_attn", "o_attn") * attention_aware
-    A = W_O.double() @ W_O.double().mT                                       # (g, r, d, d)
-    return {"A": A, "o": 2 * A.sum(1)} | {name: torch.zeros_like(A[:, 0]) for name in names}
+    # A number of queries at a time, which bounds the size of p.
+    step = max(16, 2 ** 21 // t)
+    weights = []
+    sums_of_squares = []
+    for i in range(0, t, step):
+        scores = q[..., i:i + step, :] @ k.mT * d ** -0.5
+        ones = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device)
+        future = ones.triu(i + 1)
+        p = scores.masked_fill(future, -torch.inf).softmax(-1)
+        o = p @ v
+        p2 = p.square()
 
-def add_moments(total: dict[str, Tensor], q: Tensor, k: Tensor, v: Tensor) -> None:
-    """Add the moments of one call: q (b, g, r, t, d), k and v (b, g, t, d), of a layer."""
-    q_moment = 2 * second_moment(q)
-    total["k"] += second_moment(k)
-    total["q"] += q_moment
-    total["v"] += second_moment(v)
-    total["v_oscar"] += second_moment(v, oscar_weight(q_moment, k))
-    if "q_attn" in total:
-        w, p_squared = attention_sensitivity(q, k, v, total["A"])
-        total["q_attn"] += second_moment(q, w)
-        total["o_attn"] += 2 * (p_squared.sum((0, 3))[..., None, None] * total["A"]).sum(1)
+        # d · Σ_s a_s, multiplied out.
+        of_values = (p2 @ squares)[..., 0]
+        mixed = 2 * (o @ A * (p2 @ v)).sum(-1)
+        of_outputs = p2.sum(-1) * (o @ A * o).sum(-1)
+        spread = of_values - mixed + of_outputs
 
-def join_moments(totals: list[dict[str, Tensor]]) -> dict[str, Tensor]:
-    """Stack the layers' moments, (l, g, d, d) each."""
-    return {name: torch.stack([total[name] for total in totals]) for name in totals[0] if name != "A"}
+        weights.append(2 * spread.clamp(min=0) / d)
+        sums_of_squares.append(p2.sum(-1))
+    return torch.cat(weights, -1).double(), torch.cat(sums_of_squares, -1).double()
 
-def collect_moments(model: Model, sequences: list[Tensor], attention_aware: bool = False) -> dict:
-    """Sum the second moments of every layer over token sequences (t,): by name, (l, g, d, d) each, float64.
+class LayerMoments:
+    """The moments of one layer, (g, d, d) each, float64; `total` maps the names that TRANSFORMS uses to them."""
 
-    k: Σ k kᵀ; q: 2 Σ_r Σ_t q qᵀ, both after QK-norm and RoPE; v: Σ v vᵀ; o: 2 Σ_r W_O(r) W_O(r)ᵀ; v_oscar: Σ
-    w v vᵀ (`oscar_weight`); with `attention_aware` also q_attn and o_attn (`attention_sensitivity`).
+    def __init__(self, W_O, attention_aware=False):
+        """Begin with all W_O(r)ᵀ (g, r, d, D), of which the moment is complete at once."""
+        self.A = W_O.double() @ W_O.double().mT                              # WᵀW, (g, r, d, d)
+        names = ["keys", "queries", "values", "values_oscar"]
+        if attention_aware:
+            names += ["queries_attention", "outputs_attention"]
+        self.total = {name: torch.zeros_like(self.A[:, 0]) for name in names}
+        self.total["outputs"] = 2 * self.A.sum(1)
+        self.tokens = 0
+
+    def add(self, q, k, v):
+        """Add the tokens of one call: q (b, g, r, t, d), k and v (b, g, t, d), whole sequences."""
+        self.tokens += k.shape[0] * k.shape[2]
+        q_moment = 2 * second_moment(q)
+        self.total["keys"] += second_moment(k)
+        self.total["queries"] += q_moment
+        self.total["values"] += second_moment(v)
+        self.total["values_oscar"] += second_moment(v, oscar_weight(q_moment, k))
+        if "queries_attention" in self.total:
+            w, p_squared = attention_sensitivity(q, k, v, self.A)
+            self.total["queries_attention"] += second_moment(q, w)
+            per_head = p_squared.sum((0, 3))[..., None, None]                # (g, r, 1, 1)
+            self.total["outputs_attention"] += 2 * (per_head * self.A).sum(1)
+
+def stack_moments(layers):
+    """Stack the layers' moments, (l, g, d, d) each, and add the number of "tokens" that they are of."""
+    stacked = {"tokens": layers[0].tokens}
+    for name in layers[0].total:
+        stacked[name] = torch.stack([layer.total[name] for layer in layers])
+    return stacked
+
+def collect_moments(model, sequences, attention_aware=False):
+    """Sum the second moments of every layer over token sequences (t,): by name, (l, g, d, d) each, and "tokens".
+
+    keys: Σ k kᵀ and queries: 2 Σ_r Σ_t q qᵀ, both after QK-norm and RoPE; values: Σ v vᵀ; outputs:
+    2 Σ_r W_O(r)ᵀ W_O(r); values_oscar: Σ w v vᵀ (`oscar_weight`); with `attention_aware` also queries_attention and
+    outputs_attention.
+    Raises ValueError for a model whose values are folded.
     """
-    c, heads = model.config, (model.config.num_key_value_heads, -1, model.config.head_dim)
-    W_O = [model.weights[f"model.layers.{l}.self_attn.o_proj.weight"] for l in range(c.num_hidden_layers)]
-    totals = [zero_moments(W.T.unflatten(0, heads), attention_aware) for W in W_O]       # blocks (g, r, d, D)
+    if model.folded:
+        raise ValueError("calibrate the original model: this one's values are transformed already")
+    config = model.config
+    layers = []
+    for l in range(config.num_hidden_layers):
+        W_O = model.weights[f"model.layers.{l}.self_attn.o_proj.weight"].T   # (h·d, D)
+        W_O = W_O.unflatten(0, (config.num_key_value_heads, -1, config.head_dim))
+        layers.append(LayerMoments(W_O, attention_aware))
 
     def observe(l, q, k, v):
-        add_moments(totals[l], q, k, v)
+        layers[l].add(q, k, v)
         return causal_attention(q, k, v)
 
-    for ids in tqdm(sequences, desc="calibrate", unit="seq", disable=not sequences or None):
+    for ids in tqdm(sequences, desc="calibrate", unit="seq", disable=None):
         forward(model, ids[None].to(model.inv_freq.device), observe)
-    return join_moments(totals)
+    return stack_moments(layers)
 
 
-# ------------------------------------------------------------------------------------------------------------
-# Generation through the cache.
+# ----------------------------------------------------------------------------------------------------------------
+# Generation
+#
+# The tokens of a call go through all layers, each layer's cache takes in their keys and values and answers with
+# their attention. A prompt is one call, then every new token is one.
 
-def new_cache(model: Model, batch: int = 1, scheme: Scheme | None = None, sink: int = 16,
-              keep: int | None = 128, flush: int = 16) -> list[WindowCache]:
-    """Make the caches of all layers: unquantized, or of a scheme, for the model with its T_V folded."""
-    c, like = model.config, model.weights["model.embed_tokens.weight"]
-    if scheme is None:
-        scheme, keep = Scheme(Codec(16), Codec(16), {}), None
-    return [WindowCache(batch, c.num_key_value_heads, c.head_dim, scheme.of("k", l), scheme.of("v", l), sink,
-                        keep, flush, like.dtype, like.device) for l in range(c.num_hidden_layers)]
+def new_cache(model, scheme=None, windows=Windows(), batch=1):
+    """Make empty caches of all layers: unquantized ones, or those of a scheme, for the model with T_V folded in."""
+    config = model.config
+    like = model.weights["model.embed_tokens.weight"]
+    if scheme is not None and scheme.values.transform is not None and not model.folded:
+        raise ValueError("this scheme transforms values: fold its T_V into the model first")
+    caches = []
+    for l in range(config.num_hidden_layers):
+        shape = (batch, config.num_key_value_heads, config.head_dim)
+        if scheme is None:
+            caches.append(PlainCache(*shape, like.dtype, like.device))
+        else:
+            layer_scheme = scheme.folded().layer(l, like.device)
+            caches.append(WindowCache(*shape, layer_scheme, windows, like.dtype, like.device))
+    return caches
 
-def feed(model: Model, cache: list[WindowCache], ids: Tensor, pad: list[int] | None = None) -> Tensor:
+def feed(model, cache, ids, pad=None):
     """Run ids (b, t), the rows' next tokens after `pad` columns of padding, through the cache: (b, t, D)."""
-    first = torch.tensor([n - p for n, p in zip(cache[0].n, pad or [0] * len(ids))], device=ids.device)
-    positions = (first[:, None] + torch.arange(ids.shape[1], device=ids.device)).clamp(min=0)
-    return forward(model, ids, lambda l, q, k, v: cache[l].attend(q, k, v, pad), positions)
+    skipped = pad or [0] * len(ids)
+    first = [count - padding for count, padding in zip(cache[0].n_tokens, skipped)]
+    columns = torch.arange(ids.shape[1], device=ids.device)
+    positions = torch.tensor(first, device=ids.device)[:, None] + columns
 
-def sample(scores: Tensor, temperature: float = 0.0, top_p: float = 1.0, top_k: int = 0,
-           generator: torch.Generator | None = None) -> Tensor:
+    def attend(l, q, k, v):
+        return cache[l].attend(q, k, v, pad)
+
+    return forward(model, ids, attend, positions.clamp(min=0))
+
+def sample(scores, temperature=0.0, top_p=1.0, top_k=0, generator=None):
     """Pick a token for each row of logits (b, v): the likeliest at temperature 0, else a random one."""
     if temperature == 0:
         return scores.argmax(-1)
     scores = scores.double() - scores.amax(-1, keepdim=True)     # so that no temperature overflows
-    scores, order = (scores / temperature).sort(descending=True, stable=True)
+    scores = scores / temperature
+    scores, order = scores.sort(descending=True, stable=True)
     p = scores.softmax(-1)
-    out = (p.cumsum(-1) - p >= top_p) | (torch.arange(p.shape[-1], device=p.device) >= (top_k or p.shape[-1]))
-    out[:, 0] = False                                            # the likeliest token always stays
-    return order.gather(-1, torch.multinomial(p.masked_fill(out, 0), 1, generator=generator))[:, 0]
 
-def decode(model: Model, cache: list[WindowCache], prompts: list[list[int]], max_new_tokens: int,
-           eos: Iterable[int] = (), pick: Callable = sample, pad_id: int = 0) -> Iterable[list[int]]:
+    # Leave out what comes after the first top_k tokens, or after tokens of probability top_p; keep the likeliest.
+    rank = torch.arange(p.shape[-1], device=p.device)
+    before = p.cumsum(-1) - p
+    left_out = (before >= top_p) | (rank >= (top_k or p.shape[-1]))
+    left_out[:, 0] = False
+    choice = torch.multinomial(p.masked_fill(left_out, 0), 1, generator=generator)
+    return order.gather(-1, choice)[:, 0]
+
+def decode(model, cache, prompts, max_new_tokens, eos=(), pick=sample, pad_id=0):
     """Yield every prompt's next token, step by step; a row that has ended with one of `eos` yields `pad_id`.
 
     Prompts of different lengths are padded on the left; each row gets the tokens it would get alone.
     """
-    longest, done, eos = max(map(len, prompts)), [False] * len(prompts), set(eos)
+    longest = max(len(prompt) for prompt in prompts)
     pad = [longest - len(prompt) for prompt in prompts]
-    rows = [[pad_id] * n + [*prompt] for n, prompt in zip(pad, prompts)]
+    rows = [[pad_id] * padding + list(prompt) for padding, prompt in zip(pad, prompts)]
     ids = torch.tensor(rows, device=model.inv_freq.device)
+    eos = set(eos)
+    done = [False] * len(prompts)
+
     for step in range(max_new_tokens):
         hidden = feed(model, cache, ids, None if step else pad)
         picked = pick(logits(model, hidden[:, -1])).tolist()
-        tokens = [pad_id if end else token for end, token in zip(done, picked)]
+        tokens = [pad_id if ended else token for ended, token in zip(done, picked)]
         yield tokens
-        done = [end or token in eos for end, token in zip(done, tokens)]
+
+        done = [ended or token in eos for ended, token in zip(done, tokens)]
         if all(done):
             return
         ids = torch.tensor(tokens, device=ids.device)[:, None]
 
+def with_scheme(model, scheme, windows=Windows()):
+    """Fold the scheme's T_V into the model, and return it with a maker of its empty caches: batch -> caches."""
+    if scheme.values.transform is not None:
+        model = fold_values(model, scheme.values.transform)
+    return model, functools.partial(new_cache, model, scheme, windows)
 
-# ------------------------------------------------------------------------------------------------------------
-# The drawer, wush_tools/, holds what is not the method. It imports this file; only what follows looks there.
+def quantize_kv_cache(
+        model,
+        sequences,
+        transform="wush",
+        bits=2,
+        refine=REFINED,
+        windows=Windows(),
+        group=None,
+        quantizer="quest"):
+    """Quantize a model's KV cache: the whole method.
+
+    `sequences` are calibration tokens (t,), `bits` a number or (of keys, of values); refine=PAPER is the paper.
+    Returns the model, with T_V folded in, and a maker of its empty caches:
+
+        model, empty_cache = quantize_kv_cache(model, sequences)
+        for tokens in decode(model, empty_cache(batch=1), [prompt], max_new_tokens=64): ...
+    """
+    # Refuse what cannot be before anything slow.
+    check_name(transform, TRANSFORMS)
+    check_name(quantizer, QUANTIZERS)
+    bits_of_sides(bits)
+    block_width(model.config.head_dim, group)
+    row = TRANSFORMS[transform]
+    if row.needs_calibration and not sequences:
+        raise ValueError(f"the transform {transform!r} needs tokens to calibrate on")
+
+    # Calibrate: sum the second moments of what is stored and of what consumes it, per layer and KV head.
+    moments = collect_moments(
+        model, sequences if row.needs_calibration else [], row.is_attention_aware)
+
+    # Derive T_K and T_V and how rounding errors are fed back; choose the bits of a code and where its levels lie.
+    scheme = make_scheme(moments, transform, bits, refine, group, quantizer)
+
+    # Fold T_V into W_V and W_O. T_K stays with the cache, which applies it to keys as it encodes them, and T_K⁻ᵀ
+    # to each query.
+    return with_scheme(model, scheme, windows)
+
+
+# ----------------------------------------------------------------------------------------------------------------
+# The drawer
+#
+# wush_tools/ holds what is not the method: checkpoints, evaluation, the transformers cache, the command line. It
+# imports this file; only the lines below look there, when one of its names is asked for or the file is run.
 
 DRAWER = {
-    "load_model": "checkpoints", "load_transforms": "checkpoints", "read_config": "checkpoints",
-    "read_tokenizer": "checkpoints", "read_tokens": "checkpoints",
-    "cache_bytes": "evaluate", "module_error": "evaluate", "perplexity": "evaluate",
-    "WushCache": "transformers_cache", "calibrate": "transformers_cache",
-    "folded_values": "transformers_cache", "shard_transforms": "transformers_cache",
-    "BUNDLED": "cli", "Options": "cli", "codecs": "cli",
+    "load_transforms": "checkpoints",
+    "WushCache": "transformers_cache",
+    "calibrate": "transformers_cache",
+    "folded_values": "transformers_cache",
+    "shard_transforms": "transformers_cache",
 }
 
-def __getattr__(name: str):
-    """Import a name of the drawer when it is first asked for, so that transformers need not be imported."""
+def __getattr__(name):
+    """Import a name of the drawer when it is first asked for: `from wush_kv import WushCache`."""
     if name not in DRAWER:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module("wush_tools." + DRAWER[name]), name)
-
+    return getattr(importlib.import_module(f"wush_tools.{DRAWER[name]}"), name)
 
 if __name__ == "__main__":
-    # This file runs as the module "__main__". Without the second name the drawer would import it once more.
+    # This file runs as the module "__main__": without a second name the drawer would import it once more. Its folder
+    # is not on the search path if Python runs with -P or -I.
     sys.modules["wush_kv"] = sys.modules[__name__]
+    sys.path.insert(0, str(HERE))
     from wush_tools.cli import main
     main()

@@ -1,292 +1,718 @@
 """Reading checkpoints, texts and transforms files. What can be refused is refused early, in one sentence."""
+import concurrent.futures.thread
+import copy
 import hashlib
 import json
+import math
+import os
 import sys
-from contextlib import contextmanager
+import threading
+from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
-from typing import Iterable
 
 import torch
-from torch import Tensor
 
-from wush_kv import Model, block_size
+from wush_kv import PAPER, REFINED, Basis, Model, Refine, Transforms
 
 
 MODEL_TYPES = ("qwen3", "llama")
 HEAD_DIMS = (8, 16, 32, 64, 128, 256, 512)      # powers of two, for the Hadamard matrix
 ROPE_TYPES = ("default", "linear", "yarn", "llama3")
+ACTIVATIONS = ("silu", "swish")                 # transformers' two names of one function
+EMBEDDING = "model.embed_tokens.weight"
+HEAD = "lm_head.weight"
+HUB_SECONDS = 60                                # a hub that is silent for so long has failed
 
-def refuse_if(wrong, sentence: str) -> None:
-    if wrong:
-        raise ValueError(sentence)
+
+# ----------------------------------------------------------------------------------------------------------------
+# Files
+#
+# Files are UTF-8, whatever the locale says. What is written appears whole or not at all: it is written beside its
+# place under another name, and renamed at the end.
 
 @contextmanager
-def explained(sentence: str):
+def explained(sentence):
     """Turn what a library raises, of whatever type, into a ValueError that a user understands."""
     try:
         yield
-    except Exception as e:
-        reason = str(e).strip().splitlines() or [type(e).__name__]
-        raise ValueError(f"{sentence} ({reason[-1].strip()})") from e
+    except Exception as error:
+        lines = str(error).strip().splitlines() or [type(error).__name__]
+        raise ValueError(f"{sentence} ({lines[-1].strip()})") from error
 
-def check_head_dim(d: int | None) -> None:
-    refuse_if(d not in HEAD_DIMS, f"head_dim {d} is not supported, only {HEAD_DIMS}")
+def read_json(path):
+    """Read a JSON object. Raises ValueError for a file that is missing or something else."""
+    with explained(f"{path} is missing or is not JSON"):
+        content = json.loads(Path(path).read_text(encoding="utf-8"))
+    if not isinstance(content, dict):
+        raise ValueError(f"{path} does not hold a JSON object")
+    return content
 
-def head_dim(config) -> int:
-    """Return the head dim of a config; some of transformers' leave it out."""
-    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+def write_together(writers):
+    """Write several files, all of them whole or none at all: `writers` maps a path to what writes to a path."""
+    temporary = {}
+    try:
+        for path, write in writers.items():
+            # A device such as /dev/stdout is written to; a link's target is replaced, not the link.
+            target = Path(path).resolve()
+            is_replaced = target.is_file() or not target.exists()
+            place = target.with_name(f"{target.name}.{os.getpid()}.tmp") if is_replaced else target
+            if is_replaced:
+                temporary[target] = place
+            write(place)
+        for target, place in temporary.items():
+            place.replace(target)
+    finally:
+        for place in temporary.values():
+            place.unlink(missing_ok=True)
 
-def hub(name: str, kind: str, *patterns: str) -> Path:
-    """Download the files that match `patterns` of the hub's model or dataset `name`."""
-    from huggingface_hub import snapshot_download
-    with explained(f"cannot get the {kind} {name!r} from the hub: give a local one instead"):
-        return Path(snapshot_download(name, repo_type=kind, allow_patterns=list(patterns), etag_timeout=4))
+def write_whole(path, write):
+    """Write a file whole or not at all: `write(path)` writes it, to the path that it gets."""
+    write_together({path: write})
 
-def fetch(name: str, *patterns: str) -> Path:
+def write_text(text, path):
+    Path(path).write_bytes(text.encode("utf-8"))
+
+
+# ----------------------------------------------------------------------------------------------------------------
+# The hub
+#
+# Models and two datasets come from Hugging Face's hub. Its libraries fail in many ways, and advise arguments of
+# theirs that are no flags here; so a failure is said in our words, with the flag to give instead. What has been
+# read once is read from the disk the next time, offline too.
+
+# By a part of the name of an exception, the first that fits:
+FAILURES = {
+    "DatasetNotFound": "no such repo, or private",
+    "DataFilesNotFound": "no such data, or private",
+    "Timeout": "no answer in time",
+    "Offline": "the environment asks to stay offline, and it is not on the disk",
+    "Connect": "no connection",
+    "RemoteProtocol": "the answer was cut short",
+    "IncompleteRead": "the answer was cut short",
+    "Arrow": "its data cannot be read",
+    "Validation": "not a name that a repo can have",
+}
+
+def hub_failure(error):
+    """Say in a few words why the hub failed: errors that caused this one may tell more than it does."""
+    chain = []
+    while error is not None:
+        chain.append(error)
+        error = error.__cause__ or error.__context__
+
+    # The hub answers 401 where there is no such repo, as long as nobody has logged in.
+    names = " ".join(type(link).__name__ for link in chain)
+    if "GatedRepo" in names:
+        return "access to it is gated"
+    for link in chain:
+        status = getattr(getattr(link, "response", None), "status_code", 200)
+        if status in (401, 404):
+            return "no such repo, or private"
+        if status >= 400:
+            return f"it answered {status}"
+    for part, failure in FAILURES.items():
+        if part in names:
+            return failure
+    return getattr(chain[-1], "strerror", None) or type(chain[0]).__name__
+
+def watched(work, progress, seconds):
+    """Return work(), or raise TimeoutError once `progress()` has stood still for so many seconds.
+
+    The libraries' own limits do not help: some of their requests wait forever, and others are tried again and again.
+    """
+    results = []
+    errors = []
+
+    def run():
+        try:
+            results.append(work())
+        except Exception as error:
+            errors.append(error)
+
+    # A daemon thread does not keep the program from ending.
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    while thread.is_alive():
+        before = progress()
+        thread.join(seconds)
+        if thread.is_alive() and progress() == before:
+            # At its end Python would wait for the threads of the library's pool, for minutes. The pool is not
+            # ours, and this table of all pools is what Python goes by: it is emptied, so that the program can end.
+            concurrent.futures.thread._threads_queues.clear()
+            raise TimeoutError
+    if errors:
+        raise errors[0]
+    return results[0]
+
+def bytes_below(folder):
+    total = 0
+    for path in folder.rglob("*"):
+        with suppress(OSError):                  # files come and go while a download runs
+            total += path.stat().st_size
+    return total
+
+def fetch(name, *patterns):
     """Return the local folder `name`, or the files that match `patterns` of the hub's model `name`."""
     if Path(name).is_dir():
         return Path(name)
-    refuse_if(Path(name).exists() or name.count("/") != 1 or name.startswith((".", "/", "~")),
-              f"{name!r} is neither a folder nor a hub id of the form owner/name")
-    return hub(name, "model", *patterns)
+    is_hub_id = name.count("/") == 1 and not name.startswith((".", "/", "~"))
+    if Path(name).exists() or not is_hub_id:
+        raise ValueError(f"{name!r} is neither a folder nor a hub id of the form owner/name")
+    from huggingface_hub import constants, snapshot_download
+    download = partial(snapshot_download, name, allow_patterns=list(patterns))
+    folder = Path(constants.HF_HUB_CACHE) / f"models--{name.replace('/', '--')}"
 
-def read_json(path: Path) -> dict:
-    """Read a JSON object. Raises ValueError for a file that is missing or something else."""
-    with explained(f"{path} is missing or is not JSON"):
-        content = json.loads(path.read_text())
-    refuse_if(not isinstance(content, dict), f"{path} does not hold a JSON object")
-    return content
+    # Of large files the hub may send much before any of it reaches the disk.
+    has_weights = any("safetensors" in pattern for pattern in patterns)
+    seconds = 10 * HUB_SECONDS if has_weights else HUB_SECONDS
+    try:
+        return Path(watched(download, partial(bytes_below, folder), seconds))
+    except Exception as error:
+        # Whatever has failed, an earlier run may have left all that is needed on the disk.
+        with suppress(Exception):
+            return Path(download(local_files_only=True))
+        raise ValueError(
+            f"cannot get the model {name!r} from the hub ({hub_failure(error)}): "
+            "give --model a local folder instead") from error
 
-def rope_frequencies(config, device="cpu") -> tuple[Tensor, float]:
+
+# ----------------------------------------------------------------------------------------------------------------
+# Models
+#
+# Where a fact stands in two places, transformers decides: the config is its object, RoPE is its own, and tensors
+# are found as it finds them. Everything that our model would run otherwise is refused.
+
+def check_head_dim(d):
+    if d not in HEAD_DIMS:
+        dims = ", ".join(map(str, HEAD_DIMS))
+        raise ValueError(f"head_dim {d} is not supported, only {dims}")
+
+def head_dim(config):
+    """Return the head dim of a config; some of transformers' leave it out."""
+    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+
+def rope_frequencies(config, device="cpu"):
     """Return the RoPE frequencies (d/2,) and the factor on cos and sin; variants are transformers' own."""
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
-    if (kind := config.rope_parameters["rope_type"]) != "default":
+    kind = config.rope_parameters["rope_type"]
+    if kind != "default":
         return ROPE_INIT_FUNCTIONS[kind](config, device)
     exponent = torch.arange(0, config.head_dim, 2, device=device).float() / config.head_dim
     return 1.0 / config.rope_parameters["rope_theta"] ** exponent, 1.0
 
-def read_config(folder: Path, yarn: float | None = None):
-    """Read config.json as transformers' config object, with `rope_parameters` complete and `yarn` applied.
+def extend_context(config, factor):
+    """Set YaRN's `factor` in a config, in place of the RoPE variant that it has."""
+    # Qwen3's 40960 positions are a context of 32768 and room for the answer.
+    rope = config.rope_parameters
+    power_below = 1 << config.max_position_embeddings.bit_length() - 1
+    original = rope.get("original_max_position_embeddings") or power_below
+    config.max_position_embeddings = int(original * factor)
+    config.rope_parameters = {
+        "rope_type": "yarn",
+        "factor": factor,
+        "rope_theta": rope["rope_theta"],
+        "original_max_position_embeddings": original,
+    }
 
-    Raises ValueError, one sentence, for every kind of model that the loop above would run wrongly.
+def check_rope(config):
+    """Refuse RoPE variants that our model does not have, and frequencies that are not positive."""
+    rope = config.rope_parameters
+    kind = rope.get("rope_type")
+    if kind not in ROPE_TYPES or rope.get("partial_rotary_factor", 1) != 1:
+        kinds = ", ".join(ROPE_TYPES)
+        raise ValueError(f"its RoPE is {kind!r}, supported are {kinds} on whole heads")
+    theta = rope["rope_theta"]
+    if not isinstance(theta, int | float) or theta <= 0:
+        raise ValueError(f"its rope_theta is {theta}, not a positive number")
+    frequencies, scale = rope_frequencies(config)
+    if not (frequencies.isfinite().all() and math.isfinite(scale)):
+        raise ValueError("its RoPE frequencies are not finite")
+
+def check_architecture(config):
+    """Refuse every kind of model that ours would run otherwise than transformers."""
+    if getattr(config, "quantization_config", None):
+        raise ValueError("the checkpoint is quantized: give one of plain weights")
+    if getattr(config, "transformers_weights", None):
+        raise ValueError(
+            "it names its weights in transformers_weights, supported is model.safetensors")
+    for kind in getattr(config, "layer_types", None) or []:
+        if kind != "full_attention":
+            raise ValueError(f"only full attention is supported, not {kind}")
+    if getattr(config, "use_sliding_window", False):
+        raise ValueError("only full attention is supported, not a sliding window")
+    heads = config.num_attention_heads
+    kv_heads = config.num_key_value_heads
+    if kv_heads < 1 or heads % kv_heads:
+        raise ValueError(
+            f"num_key_value_heads {kv_heads} does not divide num_attention_heads {heads}")
+    if config.num_hidden_layers < 1:
+        raise ValueError("the model has no layer: num_hidden_layers is 0")
+    if config.hidden_act not in ACTIVATIONS:
+        raise ValueError(f"hidden_act is {config.hidden_act!r}, supported is silu")
+    check_head_dim(config.head_dim)
+    check_rope(config)
+
+def read_config(folder, yarn=None):
+    """Read config.json as transformers' config object, with YaRN's factor `yarn` applied.
+
+    Raises ValueError, one sentence, for every kind of model that ours would run wrongly.
     """
-    raw = read_json(folder / "config.json")
-    with explained(f"{folder / 'config.json'} cannot be used"):
-        refuse_if(raw.get("model_type") not in MODEL_TYPES,
-                  f"model_type {raw.get('model_type')!r} is not supported, only {' and '.join(MODEL_TYPES)}")
-        refuse_if(raw.get("quantization_config"), "the checkpoint is quantized: give one of plain weights")
-        odd = [kind for kind in raw.get("layer_types") or [] if kind != "full_attention"]
-        odd += ["a sliding window"] * bool(raw.get("use_sliding_window"))
-        refuse_if(odd, f"only full attention is supported, not {odd[:1]}")
-        rope = raw.get("rope_parameters")
-        theta = (rope if isinstance(rope, dict) else raw).get("rope_theta")
-        refuse_if(theta is None or theta <= 0, "it has no rope_theta, alone or in rope_parameters")
+    path = Path(folder) / "config.json"
+    kind = read_json(path).get("model_type")
+    with explained(f"{path} cannot be used"):
+        if kind not in MODEL_TYPES:
+            raise ValueError(
+                f"model_type {kind!r} is not supported, only {' and '.join(MODEL_TYPES)}")
         from transformers import AutoConfig
-        config = AutoConfig.from_pretrained(folder)
-        rope = dict(config.rope_parameters, rope_theta=theta)
-        if yarn is not None:     # Qwen3's 40960 positions are a context of 32768 and room for the answer
-            below = 1 << config.max_position_embeddings.bit_length() - 1
-            original = rope.get("original_max_position_embeddings") or below
-            config.max_position_embeddings = int(original * yarn)
-            rope = {"rope_type": "yarn", "factor": yarn, "rope_theta": theta,
-                    "original_max_position_embeddings": original}
-        config.rope_parameters = rope
-        refuse_if(rope["rope_type"] not in ROPE_TYPES or rope.get("partial_rotary_factor", 1) != 1,
-                  f"its RoPE is {rope['rope_type']!r}, supported are {', '.join(ROPE_TYPES)} on whole heads")
-        rope_frequencies(config)
-        check_head_dim(config.head_dim)
-        heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
-        refuse_if(kv_heads < 1 or heads % kv_heads,
-                  f"num_key_value_heads {kv_heads} does not divide num_attention_heads {heads}")
-        refuse_if(config.num_hidden_layers < 1, "the model has no layer: num_hidden_layers is 0")
-        refuse_if(config.hidden_act != "silu", f"hidden_act is {config.hidden_act!r}, supported is silu")
+        config = AutoConfig.from_pretrained(folder, local_files_only=True)
+        if yarn is not None:
+            extend_context(config, yarn)
+        check_architecture(config)
     return config
 
-def weight_shapes(config) -> dict[str, tuple]:
-    """List the tensors that a checkpoint of this config must hold, with their shapes."""
-    c, D, I, d = config, config.hidden_size, config.intermediate_size, config.head_dim
-    Q, K, qwen3 = c.num_attention_heads * d, c.num_key_value_heads * d, c.model_type == "qwen3"
-    layer = {"input_layernorm.weight": (D,), "post_attention_layernorm.weight": (D,)}
-    for part, biased, shapes in (
-            ("self_attn", c.attention_bias, {"q": (Q, D), "k": (K, D), "v": (K, D), "o": (D, Q)}),
-            ("mlp", not qwen3 and c.mlp_bias, {"gate": (I, D), "up": (I, D), "down": (D, I)})):
-        layer |= {f"{part}.{x}_proj.weight": shape for x, shape in shapes.items()}
-        layer |= {f"{part}.{x}_proj.bias": shape[:1] for x, shape in shapes.items() if biased}
-    layer |= {f"self_attn.{x}_norm.weight": (d,) for x in "qk" if qwen3}
-    shapes = {"model.embed_tokens.weight": (c.vocab_size, D), "model.norm.weight": (D,)}
-    shapes |= {} if c.tie_word_embeddings else {"lm_head.weight": (c.vocab_size, D)}
-    layers = range(c.num_hidden_layers)
-    return shapes | {f"model.layers.{l}.{name}": shape for l in layers for name, shape in layer.items()}
+def weight_shapes(config):
+    """Return the tensors that a checkpoint of this config must hold: their shapes, by name."""
+    D = config.hidden_size
+    hidden = config.intermediate_size
+    d = config.head_dim
+    queries = config.num_attention_heads * d
+    keys = config.num_key_value_heads * d
+    layer = {
+        "input_layernorm.weight": (D,),
+        "self_attn.q_proj.weight": (queries, D),
+        "self_attn.k_proj.weight": (keys, D),
+        "self_attn.v_proj.weight": (keys, D),
+        "self_attn.o_proj.weight": (D, queries),
+        "post_attention_layernorm.weight": (D,),
+        "mlp.gate_proj.weight": (hidden, D),
+        "mlp.up_proj.weight": (hidden, D),
+        "mlp.down_proj.weight": (D, hidden),
+    }
+    if config.model_type == "qwen3":
+        layer["self_attn.q_norm.weight"] = (d,)
+        layer["self_attn.k_norm.weight"] = (d,)
+    if config.attention_bias:
+        layer["self_attn.q_proj.bias"] = (queries,)
+        layer["self_attn.k_proj.bias"] = (keys,)
+        layer["self_attn.v_proj.bias"] = (keys,)
+        layer["self_attn.o_proj.bias"] = (D,)
+    if config.model_type == "llama" and config.mlp_bias:
+        layer["mlp.gate_proj.bias"] = (hidden,)
+        layer["mlp.up_proj.bias"] = (hidden,)
+        layer["mlp.down_proj.bias"] = (D,)
 
-def checkpoint_files(folder: Path) -> dict[str, Path]:
-    """Map each tensor's name to the safetensors file that holds it, sharded or not."""
+    shapes = {EMBEDDING: (config.vocab_size, D), "model.norm.weight": (D,)}
+    if not config.tie_word_embeddings:
+        shapes[HEAD] = (config.vocab_size, D)
+    for l in range(config.num_hidden_layers):
+        for name, shape in layer.items():
+            shapes[f"model.layers.{l}.{name}"] = shape
+    return shapes
+
+def checkpoint_files(folder):
+    """Map each stored tensor's name to its safetensors file: model.safetensors, else the shards of the index."""
     from safetensors import safe_open
-    index, file = folder / "model.safetensors.index.json", folder / "model.safetensors"
-    if index.is_file():
+    if (folder / "adapter_config.json").exists():
+        raise ValueError(
+            f"{folder} holds an adapter, which would be left out: merge it into the weights")
+    shards = [folder / "model.safetensors"]
+    index = folder / "model.safetensors.index.json"
+    if index.is_file() and not shards[0].is_file():
         with explained(f"{index} holds no weight_map of file names"):
-            return {name: folder / shard for name, shard in read_json(index)["weight_map"].items()}
-    with explained(f"{file} is missing or is not a whole safetensors file"), safe_open(file, "pt") as f:
-        return dict.fromkeys(f.keys(), file)
+            names = set(read_json(index)["weight_map"].values())
+            shards = [folder / name for name in sorted(names)]
 
-def read_tensors(files: dict[str, Path], names: Iterable[str], dtype=None, device="cpu") -> dict[str, Tensor]:
-    """Read the named tensors straight to device and dtype. Raises ValueError for a file that is not whole."""
+    # The shards themselves say which tensors they hold, as in transformers, not the index.
+    files = {}
+    for shard in shards:
+        with explained(f"{shard} is missing or is not a whole safetensors file"):
+            with safe_open(shard, "pt") as file:
+                files |= dict.fromkeys(file.keys(), shard)
+    return files
+
+def stored_names(files, shapes):
+    """Map the model's tensor names to the stored ones, which may lack the prefix `model.` or have it twice."""
+    names = {}
+    for stored in files:
+        name = stored
+        if stored.removeprefix("model.") in shapes:
+            name = stored.removeprefix("model.")
+        elif "model." + stored in shapes:
+            name = "model." + stored
+        if name in names:
+            raise ValueError(f"the checkpoint holds {name} twice, as {names[name]} and as {stored}")
+        names[name] = stored
+    return names
+
+def check_names(names, shapes):
+    """Refuse a checkpoint that lacks tensors, or that holds some which our model would leave out."""
+    missing = sorted(shapes.keys() - names.keys())
+    if missing:
+        raise ValueError(
+            f"the safetensors files lack {len(missing)} tensors, {missing[0]} among them")
+    for name in sorted(names.keys() - shapes.keys()):
+        if "_proj." in name or "_norm." in name:
+            raise ValueError(f"the checkpoint holds {name}, of which config.json knows nothing")
+
+def read_tensors(files, names, dtype=None, device="cpu"):
+    """Yield each of the stored `names` with its tensor, on the device and in the dtype, file by file."""
     from safetensors import safe_open
-    tensors, names = {}, [*names]
-    for file in sorted({files[name] for name in names}):
-        with explained(f"cannot read {file}"), safe_open(file, framework="pt", device=str(device)) as f:
-            tensors |= {name: f.get_tensor(name).to(dtype) for name in names if files[name] == file}
-    return tensors
+    by_file = {}
+    for name in names:
+        by_file.setdefault(files[name], []).append(name)
+    for path, stored in sorted(by_file.items()):
+        with explained(f"cannot read {path}"):
+            with safe_open(path, "pt") as file:
+                for name in stored:
+                    yield name, file.get_tensor(name).to(device, dtype)
 
-def load_model(folder: Path, config, dtype=torch.float32, device="cpu") -> Model:
-    """Load the checkpoint straight to device and dtype. Raises ValueError if a tensor is missing or odd."""
-    files, shapes = checkpoint_files(folder), weight_shapes(config)
-    missing = sorted(shapes.keys() - files.keys())
-    refuse_if(missing, f"the checkpoint lacks {len(missing)} tensors, {missing[:1]} among them")
-    extra = [name for name in files.keys() - shapes.keys() if "_proj." in name or "_norm." in name]
-    refuse_if(extra, f"the checkpoint holds {min(extra, default='')}, of which config.json knows nothing")
-    weights = read_tensors(files, shapes, dtype, device)
-    for name, shape in shapes.items():
-        found = tuple(weights[name].shape)
-        refuse_if(found != shape, f"{name} has shape {found} where config.json says {shape}")
+def check_weight(name, weight, shape):
+    """Refuse a weight of another shape than config.json says, and one that is not finite."""
+    if tuple(weight.shape) != shape:
+        raise ValueError(
+            f"{name} has shape {tuple(weight.shape)} where config.json says {shape}")
+    low, high = weight.aminmax()                 # NaN goes through both
+    if not (low.isfinite() and high.isfinite()):
+        dtype = str(weight.dtype).removeprefix("torch.")
+        raise ValueError(f"{name} holds NaN or infinity in {dtype}")
+
+def load_model(folder, config, dtype=torch.float32, device="cpu"):
+    """Load the checkpoint straight to device and dtype.
+
+    Raises ValueError if the weights do not fit into memory, if a tensor is missing, misshapen or not finite, or if
+    there is one too many.
+    """
+    check_memory(config, dtype, device)
+    files = checkpoint_files(Path(folder))
+    shapes = weight_shapes(config)
+    shapes_with_head = shapes | {HEAD: shapes[EMBEDDING]}
+    names = stored_names(files, shapes_with_head)
+
+    # If embedding and head are tied, they may be stored under either name, or under both.
+    if config.tie_word_embeddings and HEAD in names:
+        if EMBEDDING in names:
+            shapes = shapes_with_head
+        else:
+            names[EMBEDDING] = names[HEAD]
+    check_names(names, shapes)
+
+    weights = {}
+    model_names = {names[name]: name for name in shapes}
+    for stored, weight in read_tensors(files, model_names, dtype, device):
+        name = model_names[stored]
+        check_weight(name, weight, shapes[name])
+        weights[name] = weight
+
+    # If both are stored and differ, they are not tied, whatever the config says: so does transformers.
+    if config.tie_word_embeddings and HEAD in weights:
+        if torch.equal(weights[HEAD], weights[EMBEDDING]):
+            del weights[HEAD]
+        else:
+            config = copy.deepcopy(config)
+            config.tie_word_embeddings = False
     return Model(config, weights, *rope_frequencies(config, device))
 
-def pick_device(name: str, dtype: str) -> tuple[torch.device, torch.dtype]:
-    """Resolve --device and --dtype. Raises ValueError for a device that is not there."""
+def free_bytes(device):
+    """Return how much memory is free on a GPU, or on the machine; None if this cannot be known."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    if device.type == "cpu" and Path("/proc/meminfo").is_file():
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return 1024 * int(line.split()[1])
+    return None
+
+def check_memory(config, dtype, device):
+    """Refuse weights that do not fit into free memory: to be asked before they are downloaded."""
+    device = torch.device(device)
+    free = free_bytes(device)
+    numbers = sum(math.prod(shape) for shape in weight_shapes(config).values())
+    need = numbers * dtype.itemsize
+    if free is None or need <= free:
+        return
+    name = str(dtype).removeprefix("torch.")
+    advice = "give a smaller model"
+    if 2 * numbers <= free and dtype.itemsize > 2:
+        advice = "give --dtype bfloat16, in which they fit"
+    raise ValueError(
+        f"the weights need {need / 1e9:.2f} GB in {name}, and {free / 1e9:.2f} GB are free "
+        f"on {device}: {advice}")
+
+def pick_device(name, dtype):
+    """Resolve --device and --dtype. Raises ValueError for a device that is not there, or has no float64."""
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     with explained(f"there is no device {name!r} here"):
-        torch.zeros(1, device=name).item()
+        probe = torch.zeros(1, device=name)
+        probe.item()
+    with explained(f"device {name} has no float64, which the transforms need: give --device cpu"):
+        probe.double().sum().item()
     if dtype == "auto":
-        dtype = "float32" if name.startswith("cpu") else "bfloat16"
-    return torch.device(name), getattr(torch, dtype)
+        dtype = "float32" if probe.device.type == "cpu" else "bfloat16"
+    return probe.device, getattr(torch, dtype)
 
-
-# ------------------------------------------------------------------------------------------------------------
-# Transforms files.
-
-def digest(*tensors: Tensor) -> str:
+def digest(*tensors):
     """Hash tensors by their bytes."""
-    data = [t.cpu().contiguous().view(torch.uint8).numpy().tobytes() for t in tensors]
-    return hashlib.sha256(b"".join(data)).hexdigest()[:16]
+    hasher = hashlib.sha256()
+    for tensor in tensors:
+        data = tensor.cpu().contiguous().flatten().view(torch.uint8)
+        hasher.update(data.numpy().tobytes())
+    return hasher.hexdigest()[:16]
 
-def fingerprint(folder: Path) -> str:
+def fingerprint(folder):
     """Hash attention weights of two layers as they lie on disk: the same for every dtype and sharding."""
-    files, some = checkpoint_files(folder), []
-    for projection in "qkvo":
-        names = sorted(name for name in files if name.endswith(f"self_attn.{projection}_proj.weight"))
-        some += read_tensors(files, names[:1] + names[-1:]).values()
-    return digest(*some)
+    files = checkpoint_files(Path(folder))
+    tensors = []
+    for projection in ("q_proj", "k_proj", "v_proj", "o_proj"):
+        names = sorted(name for name in files if name.endswith(f"self_attn.{projection}.weight"))
+        found = dict(read_tensors(files, dict.fromkeys(names[:1] + names[-1:])))
+        tensors += [found[name] for name in sorted(found)]
+    return digest(*tensors)
 
-SIDECAR = ("transform", "group", "refine")      # flags that a transforms file was made with
 
-def save_transforms(path: str, T: dict[str, Tensor], about: dict) -> None:
-    """Write `derive`'s {"k": T_K, "v": T_V, ...}, as serving reads it, and PATH.json: of what it was made."""
-    torch.save({key: tensor.cpu() for key, tensor in T.items()}, path)
-    Path(path + ".json").write_text(json.dumps(about, indent=2) + "\n")
+# ----------------------------------------------------------------------------------------------------------------
+# Transforms files
+#
+# The file holds what serving reads, {"k": T_K, "v": T_V}, and the feedback matrices if there are any. Beside it
+# PATH.json says what it was made from and how: model, text, refinements, group.
 
-def read_sidecar(path: str, T: dict[str, Tensor]) -> dict:
-    """Read what a transforms file was made from; without a sidecar, what T tells, and a note on stderr."""
-    if not Path(path + ".json").exists():
-        print(f"note: without {path}.json nothing says which model {path} was made for", file=sys.stderr)
-        return {"group": block_size(T)} | ({} if "k_feedback" in T else {"refine": "off"})
-    made = {"refine": "off"} | read_json(Path(path + ".json"))
-    lacks = {"model", "fingerprint", *SIDECAR} - made.keys()
-    refuse_if(lacks, f"{path}.json does not say its {', '.join(sorted(lacks))}")
-    fits = block_size(T) == made["group"] or block_size(T) is None and "k_feedback" not in T     # OSCAR's
-    fits &= isinstance(made["group"], int | None) and isinstance(made["refine"], str)
-    refuse_if(not fits, f"{path}.json says refine {made['refine']!r} and group {made['group']!r}, which does "
-                        f"not fit {path}")
-    return made
+def save_transforms(path, transforms, about):
+    """Write the transforms to `path` and, with all that `about` says, how they were made to PATH.json."""
+    tensors = {"k": transforms.keys.transform, "v": transforms.values.transform}
+    if transforms.keys.feedback is not None:
+        tensors["k_feedback"] = transforms.keys.feedback
+        tensors["v_feedback"] = transforms.values.feedback
+    tensors = {name: tensor.detach().cpu().clone() for name, tensor in tensors.items()}
 
-def load_transforms(path: str, config=None, device="cpu") -> dict[str, Tensor]:
-    """Read a transforms file. Raises ValueError if it is broken or of another shape than the model's."""
+    about = {**about, "refine": transforms.refine._asdict(), "group": transforms.group}
+    text = json.dumps(about, indent=2) + "\n"
+    write_together({
+        path: partial(torch.save, tensors),
+        f"{path}.json": partial(write_text, text),
+    })
+
+def read_about(path):
+    """Read what PATH.json says about a transforms file; {} if there is no such file."""
+    sidecar = Path(f"{path}.json")
+    return read_json(sidecar) if sidecar.exists() else {}
+
+def read_stored_transforms(path, device):
+    """Read the tensors of a transforms file, by their names in the file."""
     with explained(f"{path} cannot be read as a transforms file"):
-        T = torch.load(path, weights_only=True, map_location=device)
-        keys = "k", "v", *T.keys() & {"k_feedback", "v_feedback"}
-        T = {key: T[key].to_dense() for key in keys}
-    want = config and (config.num_hidden_layers, config.num_key_value_heads, head_dim(config))
-    for key, t in T.items():
-        l, g, n, m, columns = t.shape if t.dim() == 5 else (0,) * 5
-        want = want or (l, g, n * m)                             # without a config: what the keys' T says
-        refuse_if((l, g, n * m) != want or 0 in want or m != columns,
-                  f"{path} holds transforms of shape {tuple(t.shape)}, not of the model's {want[0]} layers, "
-                  f"{want[1]} KV heads and head_dim {want[2]}")
-        refuse_if(t.shape != T[key[0]].shape, f"{path} holds a {key} of other blocks than {key[0]}")
-        finite = t.is_floating_point() and t.isfinite().all()
-        refuse_if(not finite, f"{path} holds numbers that are not finite or not floating point")
-        T[key] = t = t.float()
-        singular = key in "kv" and (torch.linalg.matrix_rank(t) < t.shape[-1]).any()
-        refuse_if(singular, f"{path} holds transforms that do not invert")
-    return T
+        stored = torch.load(path, weights_only=True, map_location=device)
+        tensors = {"k": stored["k"].to_dense(), "v": stored["v"].to_dense()}
+        if "k_feedback" in stored or "v_feedback" in stored:
+            tensors["k_feedback"] = stored["k_feedback"].to_dense()
+            tensors["v_feedback"] = stored["v_feedback"].to_dense()
+    return tensors
+
+def check_transform(path, name, tensor, config=None):
+    """Refuse a tensor of a transforms file that is none of (layers, KV heads, blocks, m, m), or not the model's."""
+    shape = tuple(tensor.shape)
+    if len(shape) != 5 or shape[3] != shape[4] or 0 in shape:
+        raise ValueError(f"{path}: {name} has shape {shape}, not (layers, KV heads, blocks, m, m)")
+    if not tensor.is_floating_point() or not tensor.isfinite().all():
+        raise ValueError(f"{path}: {name} holds numbers that are not finite or not floating point")
+    if config is None:
+        return
+    sizes = {
+        "layers": (shape[0], config.num_hidden_layers),
+        "KV heads": (shape[1], config.num_key_value_heads),
+        "channels (head_dim)": (shape[2] * shape[3], head_dim(config)),
+    }
+    for what, (found, wanted) in sizes.items():
+        if found != wanted:
+            raise ValueError(f"{path}: {name} is for {found} {what}, the model has {wanted}")
+
+def how_made(path, basis):
+    """Return the refinements and the group of a transforms file, by its sidecar if there is one."""
+    n, m = basis.transform.shape[2:4]
+    has_feedback = basis.feedback is not None
+    if not Path(f"{path}.json").exists():
+        refine = REFINED if has_feedback else PAPER
+        name = "refined" if has_feedback else "as in the paper"
+        print(
+            f"note: there is no {path}.json, so nothing says which model {path} was made for; "
+            f"it is taken as {name}", file=sys.stderr)
+        return refine, None if n == 1 else m
+
+    # A dictionary of other fields, or of other types, is not what `save_transforms` wrote.
+    about = read_about(path)
+    refine = about.get("refine")
+    group = about.get("group")
+    types = {name: type(default) for name, default in REFINED._asdict().items()}
+    is_refine = isinstance(refine, dict) and {name: type(x) for name, x in refine.items()} == types
+    is_group = "group" in about and type(group) in (int, type(None))
+    if not is_refine or not is_group:
+        raise ValueError(f"{path}.json does not say by which refinements and group {path} was made")
+
+    # OSCAR's transform is one block of all channels, whatever the group.
+    fits = n == 1 if group is None else group == m
+    if not fits and (n > 1 or has_feedback or m % (group or m)):
+        raise ValueError(
+            f"{path}.json says group {group}, but {path} holds {n} blocks of {m} channels")
+    if refine["feedback"] != has_feedback:
+        raise ValueError(f"{path}.json and {path} do not agree on whether there is feedback")
+    return Refine(**refine), group
+
+def load_transforms(path, config=None, device="cpu"):
+    """Read a transforms file. Raises ValueError if it is broken, or made for another shape than the model's."""
+    tensors = read_stored_transforms(path, device)
+    for name, tensor in tensors.items():
+        check_transform(path, name, tensor, config)
+        if tensor.shape != tensors["k"].shape:
+            raise ValueError(
+                f"{path}: {name} is of shape {tuple(tensor.shape)}, with other layers, heads or "
+                f"blocks than k, {tuple(tensors['k'].shape)}")
+        tensors[name] = tensor.float()
+    for name in ("k", "v"):
+        if (torch.linalg.matrix_rank(tensors[name]) < tensors[name].shape[-1]).any():
+            raise ValueError(f"{path}: {name} holds transforms that do not invert")
+    keys = Basis(tensors["k"], tensors.get("k_feedback"))
+    values = Basis(tensors["v"], tensors.get("v_feedback"))
+    return Transforms(keys, values, *how_made(path, keys))
 
 
-# ------------------------------------------------------------------------------------------------------------
-# Texts and tokens.
+# ----------------------------------------------------------------------------------------------------------------
+# Texts and tokens
+#
+# A text is tokenized as far as it is needed. Tokens are printed as text that never ends inside a character.
 
-def stream_text(tokenizer, tokens: Iterable[int]) -> Iterable[str]:
-    """Yield text as tokens come, never half a character: the pieces add up to tokenizer.decode(tokens)."""
-    ids, start, shown = [], 0, 0          # ids[:shown] are out, ids[start:shown] the next one's left context
-    for token in tokens:
-        ids.append(token)
-        before, now = tokenizer.decode(ids[start:shown]), tokenizer.decode(ids[start:])
-        if not now.endswith("\ufffd"):    # an unfinished character: wait for its other bytes
-            yield now[len(before):]
-            start, shown = shown, len(ids)
-    if shown < len(ids):
-        yield tokenizer.decode(ids[start:])[len(tokenizer.decode(ids[start:shown])):]
+def read_tokenizer(folder, config):
+    """Load the tokenizer. Raises ValueError if there is none or if it is another model's."""
+    files = ("tokenizer.json", "tokenizer.model", "vocab.json")
+    if not any((Path(folder) / file).is_file() for file in files):
+        raise ValueError(f"{folder} holds no tokenizer.json")
+    from transformers import AutoTokenizer
+    with explained(f"{folder} holds no tokenizer that can be read"):
+        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        largest = max(tokenizer.get_vocab().values())
 
-def prompt_tokens(tokenizer, prompt: str, raw: bool = False, thinking: bool = False) -> list[int]:
-    """Tokenize a prompt through the model's chat template, or as it stands if `raw` or if there is none."""
-    message, how = {"role": "user", "content": prompt}, dict(add_generation_prompt=True, return_dict=False)
-    with explained("the prompt is not UTF-8, or not one for the model's chat template"):
-        ids = (tokenizer(prompt)["input_ids"] if raw or not tokenizer.chat_template else
-               tokenizer.apply_chat_template([message], enable_thinking=thinking, **how))
-    refuse_if(not ids, "the prompt is empty")
-    return ids
+    # Ids may have gaps: the largest must have a row in the embedding, however many there are.
+    if largest >= config.vocab_size:
+        raise ValueError(
+            f"{folder} has a tokenizer with token id {largest}, "
+            f"and a model of {config.vocab_size} tokens")
+    return tokenizer
 
-def end_tokens(folder: Path) -> list[int]:
+def end_tokens(folder):
     """Return all end-of-sequence ids, one or a list: generation_config.json's, else config.json's."""
-    for path in folder / "generation_config.json", folder / "config.json":
-        if path.is_file() and (eos := read_json(path).get("eos_token_id")) is not None:
+    for name in ("generation_config.json", "config.json"):
+        path = Path(folder) / name
+        eos = read_json(path).get("eos_token_id") if path.is_file() else None
+        if eos is not None:
             eos = eos if isinstance(eos, list) else [eos]
-            refuse_if(not all(isinstance(token, int) for token in eos), f"{path}: eos_token_id is {eos}")
+            if not all(type(token) is int for token in eos):
+                raise ValueError(f"{path}: eos_token_id is {eos}")
             return eos
     return []
 
-DATASETS = {"fineweb-edu": ("HuggingFaceFW/fineweb-edu", "sample-10BT", "train"),
-            "wikitext2": ("Salesforce/wikitext", "wikitext-2-raw-v1", "test")}
+def prompt_tokens(tokenizer, prompt, raw=False, thinking=False):
+    """Tokenize a prompt through the model's chat template, or as it stands if `raw` or if there is none."""
+    with explained("the prompt is not UTF-8, or not one for the model's chat template"):
+        if raw or not tokenizer.chat_template:
+            ids = tokenizer(prompt)["input_ids"]
+        else:
+            ids = tokenizer.apply_chat_template(
+                [{"role": "user", "content": prompt}],
+                add_generation_prompt=True,
+                enable_thinking=thinking,
+                return_dict=False)
+    if not ids:
+        raise ValueError("the prompt is empty")
+    return ids
 
-def read_text(source: str, tokens: int) -> str:
-    """Read a text file, or of a dataset about as much as `tokens` tokens need, rows joined by blank lines."""
-    if source not in DATASETS:
-        with explained(f"{source} is missing or is not a text file"):
-            return Path(source).read_text(encoding="utf-8")
-    repo, name, split = DATASETS[source]
-    hub(repo, "dataset", "README.md")          # without a network this fails at once, `datasets` after 25 s
-    from datasets import load_dataset
-    rows, length = [], 0
-    for row in load_dataset(repo, name, split=split, streaming=True):
-        rows.append(row["text"])
-        length += len(row["text"])
-        if length > 6 * tokens:                # a token of English is four or five characters
-            break
-    return "\n\n".join(rows)
+def stream_text(tokenizer, tokens):
+    """Yield text as tokens come, never half a character: the pieces add up to tokenizer.decode(tokens)."""
+    # ids[:end] are printed, and ids[start:end] are the left context of what comes next.
+    ids = []
+    start = 0
+    end = 0
+    for token in tokens:
+        ids.append(token)
+        context = tokenizer.decode(ids[start:end])
+        text = tokenizer.decode(ids[start:])
+        if not text.endswith("\ufffd"):         # an unfinished character waits for its other bytes
+            yield text[len(context):]
+            start = end
+            end = len(ids)
+    if end < len(ids):
+        context = tokenizer.decode(ids[start:end])
+        yield tokenizer.decode(ids[start:])[len(context):]
 
-def read_tokens(source: str, tokenizer, flag: str, count: int, length: int, skip: int = 0) -> list[Tensor]:
-    """Cut `count` sequences of `length` tokens from a text, past `skip` tokens, adding no special tokens."""
+DATASETS = {
+    "fineweb-edu": ("HuggingFaceFW/fineweb-edu", "sample-10BT", "train"),
+    "wikitext2": ("Salesforce/wikitext", "wikitext-2-raw-v1", "test"),
+}
+
+def stream_rows(dataset, characters):
+    """Read the first rows of a dataset on the hub, until they have more than `characters` characters."""
+    import datasets
+
+    # datasets would try again for up to twenty minutes, on top of the hub's own library, which tries five times.
+    # These are its module's constants, and there is no other way to set them.
+    datasets.config.STREAMING_OPEN_MAX_RETRIES = 1
+    datasets.config.STREAMING_OPEN_RETRY_INTERVAL = 0
+    datasets.config.STREAMING_READ_MAX_RETRIES = 1
+    datasets.config.STREAMING_READ_RETRY_INTERVAL = 0
+    datasets.config.STREAMING_READ_RATE_LIMIT_RETRY_INTERVAL = 0
+    datasets.config.STREAMING_READ_SERVER_UNAVAILABLE_RETRY_INTERVAL = 0
+
+    rows = []
+
+    def read():
+        length = 0
+        repo, name, split = dataset
+        for row in datasets.load_dataset(repo, name, split=split, streaming=True):
+            rows.append(row["text"])
+            length += len(row["text"])
+            if length > characters:
+                return
+
+    watched(read, rows.__len__, HUB_SECONDS)
+    return rows
+
+def read_dataset(source, characters, flag):
+    """Return the beginning of a dataset, rows joined by blank lines; from the disk where it was read before."""
+    from huggingface_hub import constants
+    kept = Path(constants.HF_HOME) / "wush_kv" / f"{source}-{characters}.txt"
+    if kept.is_file():
+        return kept.read_bytes().decode("utf-8")
+    try:
+        rows = stream_rows(DATASETS[source], characters)
+    except Exception as error:
+        raise ValueError(
+            f"cannot read {source} from the hub ({hub_failure(error)}): "
+            f"give {flag} a text file instead") from error
+    text = "\n\n".join(rows)
+    with suppress(OSError):                      # a disk that is full is no reason to stop
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(kept, partial(write_text, text))
+    return text
+
+def read_tokens(source, tokenizer, flag, count, length, skip=0):
+    """Cut `count` sequences of `length` tokens from a text, past `skip` tokens, adding no special tokens.
+
+    `source` is a text file or a name of DATASETS, `flag` the one that named it.
+    """
+    # A token of English is four or five characters.
     need = skip + count * length
-    ids = tokenizer(read_text(source, need), add_special_tokens=False, verbose=False)["input_ids"]
-    refuse_if(len(ids) < need, f"{source} has {len(ids)} tokens; {flag}-seqs {count} of {flag}-len {length}"
-              + f" after {flag}-skip {skip}" * bool(skip) + f" need {need}")
-    return list(torch.tensor(ids[skip:need]).split(length))
+    if source in DATASETS:
+        text = read_dataset(source, 6 * need, flag)
+    else:
+        with explained(f"{source} is missing or is not a text file"):
+            text = Path(source).read_text(encoding="utf-8")
+    beginning = text[:8 * need + 4096]
 
-def read_tokenizer(folder: Path, config):
-    """Load the tokenizer. Raises ValueError if there is none or if it is another model's."""
-    files = "tokenizer.json", "tokenizer.model", "vocab.json"
-    refuse_if(not any((folder / file).is_file() for file in files), f"{folder} holds no tokenizer.json")
-    from transformers import AutoTokenizer
-    with explained(f"{folder} holds no tokenizer that can be read"):
-        tokenizer = AutoTokenizer.from_pretrained(folder)
-    refuse_if(len(tokenizer) > config.vocab_size,
-              f"{folder} has a tokenizer of {len(tokenizer)} entries and a model of {config.vocab_size}")
-    return tokenizer
+    # The last tokens before a cut may be other ones than without it, so some more have to follow.
+    ids = tokenizer(beginning, add_special_tokens=False, verbose=False)["input_ids"]
+    if len(ids) < need + 256 and len(beginning) < len(text):
+        ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+    if len(ids) < need:
+        skipped = f" after {flag}-skip {skip}" if skip else ""
+        raise ValueError(
+            f"{source} has {len(ids)} tokens; "
+            f"{flag}-seqs {count} of {flag}-len {length}{skipped} need {need}")
+    ids = torch.tensor(ids[skip:need], device="cpu")
+    return list(ids.split(length))

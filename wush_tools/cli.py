@@ -1,4 +1,10 @@
-"""The command line: options, tasks, the report. A default stands once, in Options; flags are made from it."""
+"""The command line: what the tasks compare, the tasks, the flags, and the way from flags to figures.
+
+    flags -> Options -> recipes -> texts -> model -> moments -> schemes -> a task's figures -> --json
+
+A new task is its function and one row of TASKS. A new transform or quantizer needs nothing here: its row in wush_kv.py
+says where it appears.
+"""
 import argparse
 import dataclasses
 import json
@@ -8,287 +14,769 @@ import sys
 import time
 from functools import partial
 from pathlib import Path
-from typing import Callable, Iterable, NamedTuple, get_args
+from typing import Callable, NamedTuple
 
 import torch
 from torch import Tensor
 
-import wush_kv
-from wush_kv import (BITS, QUANTIZERS, REFINEMENTS, TRANSFORMS, Codec, Model, Scheme, Side, WindowCache,
-                     collect_moments, decode, derive, fold_values, known_parts, new_cache, refined_codec,
-                     sample)
-from wush_tools.checkpoints import (SIDECAR, end_tokens, fetch, fingerprint, load_model, load_transforms,
-                                    pick_device, prompt_tokens, read_config, read_sidecar, read_tokenizer,
-                                    read_tokens, refuse_if, save_transforms, stream_text)
-from wush_tools.evaluate import STEPS, WARM_UP, cache_bytes, decode_speed, module_error, perplexity
+from wush_kv import (
+    BITS, PAPER, QUANTIZERS, REFINED, TRANSFORMS, Model, Refine, Scheme, Windows, collect_moments,
+    decode, derive, new_cache, sample, scheme_of, with_scheme)
+from wush_tools.checkpoints import (
+    check_memory, end_tokens, fetch, fingerprint, load_model, load_transforms, pick_device,
+    prompt_tokens, read_about, read_config, read_tokenizer, read_tokens, save_transforms,
+    stream_text, write_whole)
+from wush_tools.evaluate import (
+    STEPS, cache_bytes, module_error, packed_bytes, perplexity, shown, step_seconds)
 
+BUNDLED = Path(__file__).resolve().parent.parent / "tiny-qwen3"
 
-BUNDLED = Path(__file__).parent.parent / "tiny-qwen3"
-DATA_FREE = ["identity", "hadamard"]
-COMPARED = dict(error=[*TRANSFORMS], ppl=["hadamard", "oscar", "wush"], report=["hadamard", "oscar", "wush"],
-                ablation=[])
+# ----------------------------------------------------------------------------------------------------------------
+# Output
+#
+# Figures are printed for a reader and written to --json for a program. What a stream cannot encode is escaped, and
+# when nobody reads it any more, the run goes on without it: the file that was asked for is written all the same.
 
-def option(default, help: str, choices=None, low=-math.inf, high=math.inf):
-    return dataclasses.field(default=default, metadata={
-        "help": help, "choices": choices and [*choices], "low": low, "high": high})
+def open_streams():
+    """Give a process that was started without stdout or stderr somewhere to print to: libraries print, too."""
+    if sys.stdout is None:
+        sys.stdout = open(os.devnull, "w", encoding="utf-8")
+    if sys.stderr is None:
+        sys.stderr = open(os.devnull, "w", encoding="utf-8")
 
-@dataclasses.dataclass(frozen=True)
-class Options:
-    model: str = option(str(BUNDLED), "folder or hub id of a Qwen3 or Llama checkpoint (the bundled one)")
-    task: str = option("report", "what to do", choices=("calibrate", "generate", *COMPARED))
-    bits: int | None = option(None, "bits of keys and values; 2 if no width is given, 16 is off", BITS)
-    k_bits: int | None = option(None, "bits of the keys; 2 if only --v-bits is given", BITS)
-    v_bits: int | None = option(None, "bits of the values; 2 if only --k-bits is given", BITS)
-    group: int | None = option(None, "channels that share a scale and a transform block (a head)", low=4)
-    transform: str = option("wush", "transform to generate with and to save", choices=TRANSFORMS)
-    refine: str = option("all", "added to the paper's wush: all, off, or of " + ",".join(REFINEMENTS))
-    quantizer: str = option("quest", "rule that places the levels", choices=QUANTIZERS)
-    clip_k: float = option(0.96, "affine: share of a key group left unclipped", low=0, high=1)
-    clip_v: float = option(0.92, "affine: share of a value group left unclipped", low=0, high=1)
-    sink: int = option(16, "first tokens kept in model dtype", low=0, high=2 ** 20)
-    keep: int = option(128, "last tokens kept in model dtype, at least", low=0, high=2 ** 20)
-    flush: int = option(16, "tokens quantized together", low=1, high=2 ** 20)
-    calib: str | None = option(None, "calibration text, a file or fineweb-edu (the model folder's calib.txt)")
-    calib_seqs: int = option(16, "calibration sequences; the paper takes 128", low=1)
-    calib_len: int = option(1024, "tokens of each; the paper takes 32768", low=2)
-    eval: str | None = option(None, "evaluation text, a file or wikitext2 (the model folder's eval.txt)")
-    eval_seqs: int = option(4, "evaluation sequences", low=1)
-    eval_len: int = option(2048, "tokens of each", low=2)
-    eval_skip: int = option(0, "tokens of the evaluation text to skip first", low=0)
-    transforms: str | None = option(None, "file to read the transforms from instead of calibrating")
-    save: str | None = option(None, "file to write the transforms to, for --transforms and for serving")
-    prompt: str = option("Tell me where is fancy bred,", "prompt to continue")
-    raw: bool = option(False, "take the prompt as it stands, without the chat template")
-    thinking: bool = option(False, "let the chat template's thinking mode on")
-    max_new_tokens: int = option(64, "tokens to generate at most", low=1)
-    temperature: float = option(0.0, "sampling temperature; 0 takes the likeliest token", low=0)
-    top_p: float = option(1.0, "sample from the likeliest tokens of this probability", low=0, high=1)
-    top_k: int = option(0, "sample from this many likeliest tokens; 0 takes all", low=0, high=2 ** 31)
-    seed: int = option(0, "seed of the sampling", low=0, high=2 ** 63)
-    yarn: float | None = option(None, "extend the context by this factor with YaRN", low=1, high=1024)
-    device: str = option("auto", "torch device; auto is cuda if there is one, else cpu")
-    dtype: str = option("auto", "of weights and windows; auto is float32 on a CPU, else bfloat16",
-                        choices=("auto", "float32", "bfloat16", "float16"))
-    json: str | None = option(None, "file to write the figures to as well")
+def emit(stream, text):
+    """Write text to stdout or stderr at once, as far as the stream can take it."""
+    encoding = getattr(stream, "encoding", None) or "utf-8"
+    try:
+        stream.write(text.encode(encoding, "backslashreplace").decode(encoding))
+        stream.flush()
+    except OSError as error:
+        silence(stream)
+        if stream is not sys.stderr and not isinstance(error, BrokenPipeError):
+            note(f"the output is lost: {error}")
 
-def codecs(o: Options, refine: Iterable[str] = ()) -> list[Codec]:
-    """Make the codecs of keys and of values."""
-    clips = (o.clip_k, o.clip_v) if o.quantizer == "affine" else (1.0, 1.0)
-    return [refined_codec(bits or o.bits or 2, refine, o.group, o.quantizer, clip)
-            for bits, clip in zip((o.k_bits, o.v_bits), clips)]
+def silence(stream):
+    """Lead a stream whose reader is gone to nowhere, or Python would complain again when it exits."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, stream.fileno())
+    os.close(nowhere)
 
-def refinement(o: Options) -> list[str]:
-    """List the parts of --refine that apply: to wush and wush_a, and to the affine rule its first two."""
-    parts = [part for part in known_parts(o.refine)
-             if o.quantizer != "affine" or part in ("feedback", "exponent")]
-    return parts if o.transform in ("wush", "wush_a") else []
+def say(text):
+    emit(sys.stdout, text + "\n")
 
-def wanted(o: Options) -> tuple[dict[str, tuple], str]:
-    """Name the schemes that the task needs, with transform and refinements, and the one to generate with."""
-    parts = refinement(o)
-    served = "refined" if parts else o.transform
-    schemes = {name: (name, []) for name in COMPARED.get(o.task, [])}
-    if o.task == "ablation":
-        schemes = {"paper": []} | {part: [part] for part in parts}
-        schemes |= {f"no {part}": [p for p in parts if p != part] for part in parts}
-        schemes = {name: (o.transform, chosen) for name, chosen in schemes.items()}
-    return schemes | {served: (o.transform, parts)}, served
+def note(text):
+    """Print on stderr what explains a run but is not its result."""
+    emit(sys.stderr, f"note: {text}\n")
 
-def check(o: Options) -> None:
-    """Refuse what the flags alone show to be wrong."""
-    for f in dataclasses.fields(o):
-        value, low, high = getattr(o, f.name), f.metadata["low"], f.metadata["high"]
-        refuse_if(isinstance(value, int | float) and not low <= value <= high,
-                  f"--{f.name.replace('_', '-')} {value} is not between {low} and {high}")
-    refinement(o)
-    refuse_if(o.bits is not None and (o.k_bits is not None or o.v_bits is not None),
-              "--bits sets both sides: give it, or --k-bits and --v-bits")
-    refuse_if(o.save and all(codec.bits == 16 for codec in codecs(o)),
-              "--save has nothing to write where --bits is 16")
-    refuse_if(o.json and o.save and o.json in (o.save, o.save + ".json"),
-              "--json and --save, which also writes a .json file, would overwrite each other")
-    refuse_if(o.task == "calibrate" and (not o.save or o.transforms),
-              "--task calibrate makes transforms: it needs --save FILE and takes no --transforms")
-    for path in filter(None, (o.json, o.save, o.save and o.save + ".json")):    # now, not in an hour
-        place = Path(path) if Path(path).exists() else Path(path).absolute().parent
-        refuse_if(Path(path).is_dir() or not os.access(place, os.W_OK), f"{path} cannot be written")
+def add_figure(figures, key, name, value):
+    """Enter figures[key][name] = value; JSON knows neither NaN nor infinity, so these become None."""
+    figures.setdefault(key, {})[name] = value if math.isfinite(value) else None
 
-def parse(argv: list[str] | None) -> Options:
-    """Make the flags from Options, and parse them."""
-    parser = argparse.ArgumentParser(description=wush_kv.__doc__.splitlines()[0])
-    for f in dataclasses.fields(Options):
-        kind, choices = (get_args(f.type) or (f.type,))[0], f.metadata["choices"]       # of int | None: int
-        how = {"action": "store_true"} if kind is bool else {"type": kind, "choices": choices}
-        shown = "" if f.default in (None, False, str(BUNDLED)) else f" (default: {f.default})"
-        name, help = "--" + f.name.replace("_", "-"), f.metadata["help"] + shown
-        parser.add_argument(name, default=f.default, help=help, **how)
-    return Options(**vars(parser.parse_args(argv)))
+def add_scores(figures, scores):
+    """Enter {name: {figure: (value, standard error)}} into the figures: by figure, then by name."""
+    errors = figures.setdefault("standard_error", {})
+    for name, row in scores.items():
+        for key, (value, error) in row.items():
+            add_figure(figures, key, name, value)
+            add_figure(errors, key, name, error)
+
+# ----------------------------------------------------------------------------------------------------------------
+# Recipes
+#
+# A row of a table is a recipe: a transform, and the refinements on top of it. The flags choose one recipe, under
+# the name "refined" if it is refined; the task compares it with others, of TRANSFORMS or with parts left out.
+
+class Recipe(NamedTuple):
+    transform: str
+    refine: Refine = PAPER
+
+def switched_on(refine):
+    """List the fields in which `refine` is not as in the paper."""
+    return [name for name in Refine._fields if getattr(refine, name) != getattr(PAPER, name)]
+
+def spelled(refine):
+    """Spell refinements as --refine takes them."""
+    if refine in (REFINED, PAPER):
+        return "all" if refine == REFINED else "off"
+    return ",".join(switched_on(refine))
+
+def chosen_recipe(o):
+    """Return the name and the recipe that the flags choose; "all" refinements are all that apply."""
+    if TRANSFORMS[o.transform].can_be_refined and o.refine != PAPER:
+        return "refined", Recipe(o.transform, o.refine)
+    return o.transform, Recipe(o.transform)
+
+def no_recipes(o):
+    return {}
+
+def all_transforms(o):
+    return {name: Recipe(name) for name in TRANSFORMS}
+
+def compared_transforms(o):
+    return {name: Recipe(name) for name, row in TRANSFORMS.items() if row.is_compared}
+
+def ablations(o):
+    """Name the paper's encoding, each refinement alone, and all but each."""
+    parts = switched_on(o.refine)
+    if not QUANTIZERS[o.quantizer].can_widen:
+        parts = [part for part in parts if part != "widen"]
+    recipes = {"paper": Recipe(o.transform)}
+    for part in parts:
+        alone = PAPER._replace(**{part: getattr(o.refine, part)})
+        recipes[part] = Recipe(o.transform, alone)
+    for part in parts:
+        without = o.refine._replace(**{part: getattr(PAPER, part)})
+        recipes[f"no {part}"] = Recipe(o.transform, without)
+    return recipes
+
+# ----------------------------------------------------------------------------------------------------------------
+# Tasks
+#
+# A task gets a job, whose inputs are all checked, prints what it measures, and enters it into the figures as it
+# goes, so that what is known is kept when somebody interrupts it.
 
 class Job(NamedTuple):
-    """What a task works on, all of it checked."""
-    options: Options
+    options: "Options"
     model: Model
     tokenizer: object
-    schemes: dict[str, Scheme]                 # by name; none at 16 bits
-    served: str                                # the scheme to generate with, or "none"
-    texts: list[Tensor]                        # evaluation sequences
+    schemes: dict[str, Scheme]     # by the names of the recipes; empty if nothing is quantized
+    chosen: str                    # the scheme to generate with; "none" if nothing is quantized
+    texts: list[Tensor]            # evaluation sequences (t,)
     prompt: list[int]
     eos: list[int]
 
-def prepare(o: Options) -> Job:
-    """Check everything, the cheap before the slow, then load the model and read or derive the transforms."""
-    check(o)
-    device, dtype = pick_device(o.device, o.dtype)
-    small_files = "*.json", "*.txt", "*.model", "*.jinja"
-    folder = fetch(o.model, *small_files)
-    config = read_config(folder, o.yarn)
-    given = load_transforms(o.transforms, config, device) if o.transforms else {}
-    made = read_sidecar(o.transforms, given) if given else {}
-    o = dataclasses.replace(o, **{key: made[key] for key in made.keys() & SIDECAR})
-    refuse_if(o.group and config.head_dim % o.group,
-              f"--group {o.group} does not divide the head_dim {config.head_dim}")
-    schemes, served = wanted(o)
-    if all(codec.bits == 16 for codec in codecs(o)):
-        schemes, served = {}, "none"
-    elif given:                                # without a calibration only these can be compared with it
-        schemes = {name: how for name, how in schemes.items() if name in (*DATA_FREE, served)}
-    tokenizer, eos = read_tokenizer(folder, config), end_tokens(folder)
-    calibrates = not given and any(transform not in DATA_FREE for transform, _ in schemes.values())
-    prompt, texts, calib, source = read_inputs(o, folder, config, tokenizer, bool(schemes), calibrates)
-    folder = fetch(o.model, *small_files, "*.safetensors")
-    about = {"model": o.model, "fingerprint": fingerprint(folder), "transform": o.transform, "group": o.group,
-             "refine": o.refine, "calibration_text": source, "calibration_tokens": sum(map(len, calib))}
-    refuse_if(made.get("fingerprint", about["fingerprint"]) != about["fingerprint"],
-              f"{o.transforms} was made for {made.get('model')}, other weights than those of {o.model}")
-    model = load_model(folder, config, dtype, device)
-    derived = [transform for name, (transform, _) in schemes.items() if not given or name != served]
-    moments = collect_moments(model, calib, "wush_a" in derived) if derived else {}
-    for name, (transform, parts) in schemes.items():
-        tensors = given if given and name == served else derive(moments, transform, o.group, parts)
-        if o.save and name == served:
-            save_transforms(o.save, tensors, about)
-        sides = dict(zip("kv", codecs(o, parts)))             # a side of 16 bits needs no transform
-        tensors = {key: t for key, t in tensors.items() if sides[key[0]].bits < 16}
-        schemes[name] = Scheme(*sides.values(), tensors)
-    return Job(o, model, tokenizer, schemes, served, texts, prompt, eos)
+def serve(job, name):
+    """Return the model that a scheme needs, and a maker of its empty caches; "none" is unquantized."""
+    if name == "none":
+        return job.model, partial(new_cache, job.model)
+    return with_scheme(job.model, job.schemes[name], job.options.windows)
 
-def read_inputs(o: Options, folder: Path, config, tokenizer, quantizes: bool, calibrates: bool) -> tuple:
-    """Tokenize what the task reads: prompt, evaluation and calibration sequences, their source last."""
-    own = lambda file, dataset: str(folder / file) if (folder / file).is_file() else dataset
-    most, prompt, texts, calib = config.max_position_embeddings, [], [], []
-    fits = lambda what, n: refuse_if(n > most, f"{what}: {n} tokens are over the model's {most} positions")
-    source = o.calib or own("calib.txt", "fineweb-edu")
-    if o.task in ("report", "generate"):
-        prompt = prompt_tokens(tokenizer, o.prompt, o.raw, o.thinking)
-        fits("prompt and --max-new-tokens", len(prompt) + o.max_new_tokens)
-    if o.task in COMPARED:
-        fits("--eval-len", o.eval_len)
-        refuse_if(quantizes and o.task != "error" and o.eval_len <= o.sink + o.keep + o.flush,
-                  f"--eval-len {o.eval_len} fits into the windows: nothing would be quantized")
-        text = o.eval or own("eval.txt", "wikitext2")
-        texts = read_tokens(text, tokenizer, "--eval", o.eval_seqs, o.eval_len, o.eval_skip)
-    if calibrates:
-        fits("--calib-len", o.calib_len)
-        calib = read_tokens(source, tokenizer, "--calib", o.calib_seqs, o.calib_len)
-    return prompt, texts, calib, source
+def continuation(job, model, cache, prompt):
+    """Yield the text that continues the prompt, piece by piece, without the token that ends it."""
+    o = job.options
+    generator = torch.Generator(model.inv_freq.device).manual_seed(o.seed)
+    pick = partial(
+        sample, temperature=o.temperature, top_p=o.top_p, top_k=o.top_k, generator=generator)
+    rows = decode(model, cache, [prompt], o.max_new_tokens, job.eos, pick)
+    tokens = (token for [token] in rows if token not in job.eos)
+    return stream_text(job.tokenizer, tokens)
 
-def serve(job: Job, name: str) -> tuple[Model, Callable]:
-    """Return the model, values folded if the scheme quantizes them, and what makes an empty cache for it."""
-    o, model, scheme = job.options, job.model, job.schemes.get(name)
-    if scheme and "v" in scheme.tensors:
-        model = fold_values(model, scheme.tensors["v"])
-    return model, partial(new_cache, model, 1, scheme, o.sink, o.keep, o.flush)
+def elements_per_token(config):
+    """Count the numbers that all layers cache for one token, keys and values."""
+    return 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim
 
-def continuation(job: Job, model: Model, cache: list[WindowCache]) -> Iterable[str]:
-    """Yield the text that continues the prompt, piece by piece."""
-    o, generator = job.options, torch.Generator(model.inv_freq.device).manual_seed(job.options.seed)
-    pick = lambda scores: sample(scores, o.temperature, o.top_p, o.top_k, generator)
-    tokens = (row[0] for row in decode(model, cache, [job.prompt], o.max_new_tokens, job.eos, pick))
-    return stream_text(job.tokenizer, (token for token in tokens if token not in job.eos))
+def note_packed(job, name, cache, prompt):
+    """Say how many of a cache's tokens are packed, and what it holds, after a prompt and what followed."""
+    if name == "none":
+        return
+    windows = job.options.windows
+    config = job.model.config
+    n_tokens = cache[0].n_tokens[0]
+    n_packed = cache[0].n_packed[0]
+    if n_packed == 0:
+        note(
+            f"{name}: none of the {n_tokens} tokens is packed, all of them are in the windows "
+            f"{windows.sink}/{windows.keep}/{windows.flush}")
+        return
+    decoded = n_tokens - len(prompt)
+    held = cache_bytes(config, n_tokens, job.schemes[name], windows, steps=decoded)
+    ratio = held / (2 * elements_per_token(config))
+    note(
+        f"{name}: {n_packed} of {n_tokens} tokens are packed, and the cache holds {ratio:.2f} "
+        "of what 16 bits would")
 
-def generate_task(job: Job) -> dict:
-    """Print the continuation as it comes."""
-    pieces, (model, empty_cache) = [], serve(job, job.served)
-    for piece in continuation(job, model, empty_cache()):
-        print(piece, end="", flush=True)
-        pieces.append(piece)
-    print()
-    return {"text": {job.served: "".join(pieces)}}
+def calibrate_task(job, figures):
+    """Print nothing: the transforms are saved where they are made."""
 
-def by_figure(scores: dict[str, dict[str, tuple]]) -> dict:
-    """Turn {name: {figure: (value, error)}} into {figure: {name: value}, "standard_error": {...}}."""
-    value, error = ({figure: {name: None if math.isnan(row[figure][i]) else row[figure][i]
-                              for name, row in scores.items()} for figure in scores["none"]} for i in (0, 1))
-    return value | {"standard_error": error}
+def generate_task(job, figures):
+    """Print the continuation of the prompt as it comes."""
+    model, empty_cache = serve(job, job.chosen)
+    cache = empty_cache()
+    figures["text"] = {job.chosen: ""}
+    for piece in continuation(job, model, cache, job.prompt):
+        emit(sys.stdout, piece)
+        figures["text"][job.chosen] += piece
+    say("")
+    note_packed(job, job.chosen, cache, job.prompt)
 
-def shown(value: float, error: float) -> str:
-    return f"{value:.4f}" if math.isnan(error) else f"{value:.4f} ± {error:.4f}"
-
-def error_task(job: Job, sink: int | None = None) -> dict:
-    """Measure and print the module error of every transform."""
-    sink = job.options.sink if sink is None else sink
+def measure_error(job, figures, sink):
+    """Print the module error of every scheme, and enter it."""
     errors = module_error(job.model, job.texts, job.schemes, sink)
-    print(f"module error, relative and squared, {sink} sink tokens exact, no recent window")
-    for name, figure in errors.items():
-        print(f"    {name:12} {shown(*figure)}")
-    return by_figure({name: {"module_error": e} for name, e in ({"none": (0.0, 0.0)} | errors).items()})
+    say(f"module error, relative and squared, {sink} sink tokens exact, no recent window")
+    for name, (value, error) in errors.items():
+        say(f"    {name:12} {shown(value, error)}")
+    errors = {"none": (0.0, 0.0), **errors}
+    add_scores(figures, {name: {"module_error": figure} for name, figure in errors.items()})
 
-def ppl_task(job: Job) -> dict:
-    """Measure and print perplexity and divergence of every transform through the windows."""
-    o = job.options
-    scores = perplexity(job.model, job.texts, job.schemes, o.sink, o.keep, o.flush)
-    print(f"through windows {o.sink}/{o.keep}/{o.flush}:")
-    print(f"    {'':12} {'perplexity':19} {'excess, nats':19} {'KL, nats':19} same top-1")
+def error_task(job, figures):
+    measure_error(job, figures, job.options.windows.sink)
+
+def ppl_task(job, figures):
+    """Print perplexity and divergence of every scheme through the windows, and enter them."""
+    windows = job.options.windows
+    scores = perplexity(job.model, job.texts, job.schemes, windows)
+    say(f"through windows {windows.sink}/{windows.keep}/{windows.flush}:")
+    say(f"    {'':12} {'perplexity':19} {'excess, nats':19} {'KL, nats':19} same top-1")
     for name, row in scores.items():
-        print(f"    {name:12} " + " ".join(f"{shown(*figure):19}" for figure in row.values()).rstrip())
-    return by_figure(scores)
+        cells = [f"{shown(value, error):19}" for value, error in row.values()]
+        say(f"    {name:12} {' '.join(cells).rstrip()}")
+    add_scores(figures, scores)
 
-def memory_task(job: Job) -> dict:
-    """Measure and print what the bfloat16 cache of one evaluation sequence holds."""
-    o, c, (k_codec, v_codec) = job.options, job.model.config, codecs(job.options)
-    elements = 2 * c.num_hidden_layers * c.num_key_value_heads * c.head_dim          # of a token
-    sides = {"k": Side(codec=k_codec), "v": Side(codec=v_codec)}
-    keep = o.keep if job.schemes else None
-    held = cache_bytes(c, o.eval_len, sink=o.sink, keep=keep, flush=o.flush, **sides)
-    short, long = (cache_bytes(c, n, sink=0, keep=0, flush=1, **sides) for n in (4096, 8192))
-    packed = 2 * long - short                            # bytes of each further token: the windows drop out
-    bits, packed_bits = 8 * held / elements, 8 * packed / elements
-    print(f"KV cache, bytes per token: {2 * elements} in 16 bits; {packed:.0f} once packed, with scales "
-          f"{packed_bits:.2f} bits an element; {held:.0f} at {o.eval_len} tokens with windows, {bits:.2f}")
-    return {"kv_bytes_per_token": held, "effective_bits": bits, "kv_bytes_per_token_none": 2 * elements}
-
-def report_task(job: Job) -> dict:
-    """Print the whole story, unquantized and quantized: memory, error, perplexity, speed and text."""
-    o, c, (k_codec, v_codec) = job.options, job.model.config, codecs(job.options)
-    heads = f"{c.num_attention_heads} query heads, {c.num_key_value_heads} KV heads of {c.head_dim}"
-    widths = f"{k_codec.bits}-bit keys, {v_codec.bits}-bit values"
-    name = Path(o.model).resolve().name if Path(o.model).is_dir() else o.model
-    print(f"{name}: {c.num_hidden_layers} layers, {heads}; {widths}")
-    figures, error, ppl = memory_task(job), error_task(job, sink=0), ppl_task(job)      # 0: the paper's
-    figures |= error | ppl | {"standard_error": error["standard_error"] | ppl["standard_error"]}
-    figures |= {"tokens_per_second": {}, "text": {}}
-    context = job.texts[0][:max(c.max_position_embeddings - WARM_UP - STEPS, 1)]
-    context = context.to(job.model.inv_freq.device)
-    for name in dict.fromkeys(("none", job.served)):
-        model, empty_cache = serve(job, name)
-        figures["tokens_per_second"][name] = speed = decode_speed(model, empty_cache(), context)
-        figures["text"][name] = text = "".join(continuation(job, model, empty_cache()))
-        print(f"{name}: {speed:.1f} tokens/s after {len(context)} tokens; the prompt goes on {text!r}")
-    return figures
-
-TASKS = {"report": report_task, "calibrate": lambda job: {}, "generate": generate_task, "error": error_task,
-         "ppl": ppl_task, "ablation": ppl_task}
-
-def main(argv: list[str] | None = None) -> None:
-    start, o = time.perf_counter(), parse(argv)
-    try:
-        job = prepare(o)
-    except (ValueError, OSError) as e:
-        sys.exit(f"wush_kv: {e}")
+def report_model(job):
+    """Print what the model is, and how it is quantized."""
     o = job.options
-    figures = {"model": o.model, "bits": o.bits, "k_bits": codecs(o)[0].bits, "v_bits": codecs(o)[1].bits}
-    figures |= TASKS[o.task](job)
+    config = job.model.config
+    name = Path(o.model).resolve().name if Path(o.model).is_dir() else o.model
+    key_bits, value_bits = o.bits
+    say(
+        f"{name}: {config.num_hidden_layers} layers, {config.num_attention_heads} query heads, "
+        f"{config.num_key_value_heads} KV heads of {config.head_dim}; "
+        f"{key_bits}-bit keys, {value_bits}-bit values")
+
+def report_memory(job, figures):
+    """Print what the cache of one evaluation sequence holds in bfloat16, its last tokens decoded one by one."""
+    o = job.options
+    config = job.model.config
+    elements = elements_per_token(config)
+    decoded = min(o.max_new_tokens, o.eval_len - 1)
+    packed = held = 2 * elements
+    if job.schemes:
+        scheme = job.schemes[job.chosen]
+        packed = packed_bytes(config, scheme)
+        held = cache_bytes(config, o.eval_len, scheme, o.windows, steps=decoded)
+
+    bits = 8 * held / elements
+    say(
+        f"KV cache, bytes per token: {2 * elements} in 16 bits; {packed:.0f} once packed, with "
+        f"scales {8 * packed / elements:.2f} bits an element; {held:.0f} at {o.eval_len} tokens "
+        f"with windows, the last {decoded} decoded: {bits:.2f}")
+    figures["kv_bytes_per_token"] = held
+    figures["effective_bits"] = bits
+    figures["kv_bytes_per_token_none"] = 2 * elements
+
+def report_decoding(job, figures):
+    """Print the speed after a long context and how the text goes on from there, unquantized and quantized."""
+    # As much of the first text as leaves positions for what follows it.
+    following = max(len(job.prompt) + job.options.max_new_tokens, STEPS)
+    length = max(job.model.config.max_position_embeddings - following, 1)
+    context = job.texts[0][:length].to(job.model.inv_freq.device)
+    prompt = context.tolist() + job.prompt
+
+    # Speed: the caches take turns, so that a machine that slows down is unfair to none.
+    names = dict.fromkeys(("none", job.chosen))
+    runs = {name: serve(job, name) for name in names}
+    timed = {name: (model, empty_cache()) for name, (model, empty_cache) in runs.items()}
+    seconds = step_seconds(timed, context, STEPS)
+
+    for name, (model, empty_cache) in runs.items():
+        cache = empty_cache()
+        text = "".join(continuation(job, model, cache, prompt))
+        speed = 1 / seconds[name]
+        add_figure(figures, "tokens_per_second", name, speed)
+        figures.setdefault("text", {})[name] = text
+        say(f"{name}: {speed:.1f} tokens/s after {len(context)} tokens; the text goes on {text!r}")
+        note_packed(job, name, cache, prompt)
+
+def report_task(job, figures):
+    """Print the whole story, unquantized and quantized: memory, error, perplexity, speed and text."""
+    report_model(job)
+    report_memory(job, figures)
+    measure_error(job, figures, sink=0)          # as the paper does
+    ppl_task(job, figures)
+    report_decoding(job, figures)
+
+class Task(NamedTuple):
+    """A row of TASKS: a function, and what has to be there for it."""
+    run: Callable                         # (job, figures) -> None
+    recipes: Callable = no_recipes        # options -> what the chosen recipe is compared with
+    reads_text: bool = False              # whether it needs the evaluation text
+    fills_windows: bool = False           # whether that text must be longer than the windows
+    continues: bool = False               # whether it continues a prompt, or its text
+    uses_cache: bool = True               # whether anything is quantized at all
+
+TASKS = {
+    "report": Task(
+        report_task,
+        compared_transforms,
+        reads_text=True,
+        fills_windows=True,
+        continues=True),
+    "calibrate": Task(calibrate_task, uses_cache=False),
+    "generate": Task(generate_task, continues=True),
+    "error": Task(error_task, all_transforms, reads_text=True),
+    "ppl": Task(ppl_task, compared_transforms, reads_text=True, fills_windows=True),
+    "ablation": Task(ppl_task, ablations, reads_text=True, fills_windows=True),
+}
+
+# ----------------------------------------------------------------------------------------------------------------
+# Flags
+#
+# Options is where a default stands; the flags are made of its fields. A choice is heard or refused: flags that
+# contradict each other are refused, and those that the task does not read are named on stderr.
+
+def listed(choices):
+    return ", ".join(map(str, choices))
+
+def parse_bits(text):
+    """Read "2", or "3,2" for keys and values."""
+    widths = text.split(",")
+    known = [str(bits) for bits in BITS]
+    if len(widths) > 2 or not set(widths) <= set(known):
+        raise argparse.ArgumentTypeError(
+            f"bits {text} are not supported: give one of {listed(known)}, or two, as in 3,2, for "
+            "keys and values")
+    return int(widths[0]), int(widths[-1])
+
+def parse_windows(text):
+    """Read "16,128,16"; whether the numbers are sensible is `check_ranges`' to say."""
+    try:
+        sink, keep, flush = map(int, text.split(","))
+    except ValueError:
+        raise argparse.ArgumentTypeError(
+            f"{text} are not three whole numbers: sink,keep,flush") from None
+    return Windows(sink, keep, flush)
+
+def parse_refine(text):
+    """Read "all", "off", or a list of Refine's fields."""
+    if text in ("all", "off"):
+        return REFINED if text == "all" else PAPER
+    parts = text.replace("step", "widen").split(",")
+    if not set(parts) <= set(Refine._fields):
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is neither all, nor off, nor a list of {listed(Refine._fields)}")
+    return PAPER._replace(**{part: getattr(REFINED, part) for part in parts})
+
+def option(default, help, kind=None, choices=None, low=-math.inf, high=math.inf, reads=()):
+    """Describe a flag. It is heard where the run reads all of `reads`: see `inputs_read`."""
+    return dataclasses.field(default=default, metadata={
+        "help": help,
+        "kind": kind or type(default),
+        "choices": choices,
+        "low": low,
+        "high": high,
+        "reads": set(reads),
+    })
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    model: str = option(
+        str(BUNDLED), "folder or hub id of a Qwen3 or Llama checkpoint (the bundled one)")
+    task: str = option("report", "what to do", choices=TASKS)
+    bits: tuple[int, int] = option(
+        (2, 2), f"{listed(BITS)}; or of keys and values, as in 3,2; 16 is off (default: 2)",
+        parse_bits, reads=["cache"])
+    group: int | None = option(
+        None, "channels that share a scale and a transform block (a head)", int, low=4,
+        reads=["transform"])
+    transform: str = option(
+        "wush", "transform to generate with and to save", choices=TRANSFORMS, reads=["transform"])
+    refine: Refine = option(
+        REFINED, f"on top of the paper's wush: all, off, or of {listed(Refine._fields)} "
+        "(default: all)", parse_refine, reads=["transform"])
+    quantizer: str = option(
+        "quest", "rule that places the levels", choices=QUANTIZERS, reads=["cache", "transform"])
+    windows: Windows = option(
+        Windows(), "tokens kept in model dtype, the first and at least the last, and tokens "
+        "quantized together (default: 16,128,16)", parse_windows, reads=["cache"])
+    calib: str | None = option(
+        None, "calibration text, a file or fineweb-edu (the model folder's calib.txt)", str,
+        reads=["calib"])
+    calib_seqs: int = option(
+        16, "calibration sequences; the paper takes 128", low=1, reads=["calib"])
+    calib_len: int = option(
+        1024, "tokens of each; the paper takes 32768", low=2, reads=["calib"])
+    eval: str | None = option(
+        None, "evaluation text, a file or wikitext2 (the model folder's eval.txt)", str,
+        reads=["text"])
+    eval_seqs: int = option(4, "evaluation sequences", low=1, reads=["text"])
+    eval_len: int = option(2048, "tokens of each", low=2, reads=["text"])
+    transforms: str | None = option(
+        None, "file to read the transforms from; beside it only --calib calibrates the rows that "
+        "it is compared with", str)
+    save: str | None = option(
+        None, "file to write the transforms to, for --transforms and for serving", str)
+    prompt: str = option(
+        "Tell me where is fancy bred,", "prompt to continue; a report needs none", reads=["prompt"])
+    template: str = option(
+        "chat", "how the prompt is put: by the chat template, with its thinking mode, or raw",
+        choices=("chat", "thinking", "raw"), reads=["prompt"])
+    max_new_tokens: int = option(
+        64, "tokens to generate at most", low=1, reads=["continuation"])
+    temperature: float = option(
+        0.0, "sampling temperature; 0 takes the likeliest token", low=0,
+        reads=["continuation"])
+    top_p: float = option(
+        1.0, "sample from the likeliest tokens of this probability", low=0, high=1,
+        reads=["continuation"])
+    top_k: int = option(
+        0, "sample from this many likeliest tokens; 0 takes all", low=0, high=2 ** 31,
+        reads=["continuation"])
+    seed: int = option(0, "seed of the sampling", low=0, high=2 ** 63, reads=["continuation"])
+    yarn: float | None = option(
+        None, "extend the context by this factor with YaRN", float, low=1, high=1024)
+    device: str = option("auto", "torch device; auto is cuda if there is one, else cpu")
+    dtype: str = option(
+        "auto", "of weights and windows; auto is float32 on a CPU, else bfloat16",
+        choices=("auto", "float32", "bfloat16", "float16"))
+    json: str | None = option(None, "file to write the figures to as well", str)
+    explicit: tuple[str, ...] = ()   # no flag: the names of those that were given
+
+FLAGS = [field for field in dataclasses.fields(Options) if field.metadata]
+
+# Flags of former versions: each is one number of a flag of today.
+OLD_SPELLINGS = {
+    "k_bits": ("bits", 0),
+    "v_bits": ("bits", 1),
+    "sink": ("windows", 0),
+    "keep": ("windows", 1),
+    "flush": ("windows", 2),
+}
+
+def flag(name):
+    return "--" + name.replace("_", "-")
+
+def make_parser():
+    """Make the flags of Options, and hidden ones of former versions. What is not given is left out."""
+    parser = argparse.ArgumentParser(
+        description="WUSH-KV: a key-value cache in 2 bits, on Qwen3 and Llama models.",
+        argument_default=argparse.SUPPRESS, allow_abbrev=False)
+    template = parser.add_mutually_exclusive_group()
+    for field in FLAGS:
+        help = field.metadata["help"]
+        if not help.endswith(")"):               # the default is not told already
+            help += f" (default: {field.default})"
+        place = template if field.name == "template" else parser
+        place.add_argument(
+            flag(field.name),
+            type=field.metadata["kind"],
+            choices=field.metadata["choices"],
+            help=help)
+
+    for name in OLD_SPELLINGS:
+        choices = BITS if name.endswith("bits") else None
+        parser.add_argument(flag(name), type=int, choices=choices, help=argparse.SUPPRESS)
+    for name in ("raw", "thinking"):
+        template.add_argument(
+            flag(name), dest="template", action="store_const", const=name, help=argparse.SUPPRESS)
+    return parser
+
+def parse(argv=None):
+    """Parse flags into Options. Raises ValueError for an old spelling beside the new one."""
+    values = vars(make_parser().parse_args(argv))
+
+    # An old spelling replaces one number of its flag's default.
+    defaults = {field.name: field.default for field in FLAGS}
+    numbers = {}
+    for old, (new, place) in OLD_SPELLINGS.items():
+        if old in values:
+            if new in values:
+                raise ValueError(f"{flag(new)} says what {flag(old)} says: give one of them")
+            numbers.setdefault(new, list(defaults[new]))[place] = values.pop(old)
+    if "bits" in numbers:
+        values["bits"] = tuple(numbers["bits"])
+    if "windows" in numbers:
+        values["windows"] = Windows(*numbers["windows"])
+    return Options(**values, explicit=tuple(values))
+
+def check_ranges(o):
+    """Refuse numbers that are out of range."""
+    for field in FLAGS:
+        value = getattr(o, field.name)
+        low = field.metadata["low"]
+        high = field.metadata["high"]
+        if isinstance(value, (int, float)) and not low <= value <= high:
+            raise ValueError(f"{flag(field.name)} {value} is not between {low} and {high}")
+    sink, keep, flush = o.windows
+    if min(sink, keep, flush - 1) < 0 or max(o.windows) > 2 ** 20:
+        raise ValueError(
+            f"--windows {sink},{keep},{flush}: sink and keep are at least 0, flush is at least 1, "
+            "all are at most 2^20")
+
+def check_choices(o):
+    """Refuse flags that contradict each other."""
+    # Files that are written or read.
+    if o.task == "calibrate" and (not o.save or o.transforms):
+        raise ValueError(
+            "--task calibrate makes transforms: it needs --save FILE and takes no --transforms")
+    if o.save and o.transforms:
+        raise ValueError(
+            "--save writes what is calibrated now, --transforms reads what was: give one of them")
+    if o.bits == (16, 16) and (o.save or o.transforms):
+        raise ValueError(
+            "--bits 16 quantizes nothing: there is no use for --save or --transforms")
+    if o.task == "ablation" and o.transforms:
+        raise ValueError("--task ablation makes all transforms itself: it takes no --transforms")
+
+    # The likeliest token needs no dice.
+    if o.temperature == 0 and {"top_p", "top_k", "seed"} & set(o.explicit):
+        raise ValueError(
+            "--temperature 0 takes the likeliest token: "
+            "--top-p, --top-k and --seed need another one"
+        )
+
+    # Refinements that are asked for by name must be able to act; "all" stands for all that can.
+    can_be_refined = TRANSFORMS[o.transform].can_be_refined
+    by_name = o.refine not in (REFINED, PAPER)
+    if by_name and not can_be_refined and not o.transforms:
+        raise ValueError(f"--refine {spelled(o.refine)} does nothing to --transform {o.transform}")
+    if by_name and o.refine.widen and not QUANTIZERS[o.quantizer].can_widen:
+        raise ValueError(f"--refine widen does nothing to --quantizer {o.quantizer}")
+    if o.task == "ablation" and (not can_be_refined or o.refine == PAPER):
+        raise ValueError(
+            "--task ablation leaves refinements out: give a --transform and a --refine with some")
+
+def check_files(o):
+    """Refuse files that cannot be written: now, and not in an hour."""
+    if o.json and o.save and o.json in (o.save, o.save + ".json"):
+        raise ValueError(
+            "--json and --save, which also writes a .json file, would overwrite each other")
+    files = [o.json] if o.json else []
+    if o.save:
+        files += [o.save, o.save + ".json"]
+    for file in files:
+        path = Path(file)
+        place = path if path.exists() else path.absolute().parent
+        if path.is_dir() or not os.access(place, os.W_OK):
+            raise ValueError(f"{file} cannot be written")
+
+def has_prompt(o):
+    """Say whether there is a prompt: a report goes on with its text, unless a prompt is asked for."""
+    task = TASKS[o.task]
+    return task.continues and (not task.reads_text or "prompt" in o.explicit)
+
+def inputs_read(o, calibrates):
+    """Name what the run reads, in the words of the options' `reads`."""
+    task = TASKS[o.task]
+    reads = {
+        "cache": task.uses_cache,
+        "transform": o.bits != (16, 16),
+        "calib": calibrates,
+        "text": task.reads_text,
+        "prompt": has_prompt(o),
+        "continuation": task.continues,
+    }
+    return {name for name, is_read in reads.items() if is_read}
+
+def note_unread(o, calibrates):
+    """Say which flags were given in vain."""
+    read = inputs_read(o, calibrates)
+    explicit = [field for field in FLAGS if field.name in o.explicit]
+    unread = [flag(field.name) for field in explicit if not field.metadata["reads"] <= read]
+    if unread:
+        note(f"this run does not read {listed(unread)}")
+
+# ----------------------------------------------------------------------------------------------------------------
+# Preparing
+#
+# From options to a job. What is cheap to check is checked first: flags, the transforms file, texts and prompt; only
+# then are weights loaded and moments collected.
+
+SMALL_FILES = ("*.json", "*.txt", "*.model", "*.jinja")
+
+def decided_by_file(o, transforms, about, d):
+    """Take over what a transforms file decides. Raises ValueError for flags that ask for something else."""
+    # The flags that were given must say what the file says.
+    name = about.get("transform", o.transform)
+    if name not in list(TRANSFORMS):             # it may be anything that JSON can hold
+        raise ValueError(
+            f"{o.transforms}.json names the transform {name!r}, not one of {listed(TRANSFORMS)}")
+    if "transform" in o.explicit and o.transform != name:
+        raise ValueError(f"{o.transforms} was made with --transform {name}, not {o.transform}")
+    if "group" in o.explicit and o.group != (transforms.group or d):
+        raise ValueError(
+            f"{o.transforms} was made with --group {transforms.group or d}, not {o.group}")
+
+    # All refinements that apply to hadamard, for instance, are none.
+    _, asked = chosen_recipe(dataclasses.replace(o, transform=name))
+    if "refine" in o.explicit and asked.refine != transforms.refine:
+        raise ValueError(
+            f"{o.transforms} was made with --refine {spelled(transforms.refine)}, "
+            f"not {spelled(o.refine)}")
+
+    # Those that were not are taken from it.
+    note(
+        f"{o.transforms} decides: --transform {name} --refine {spelled(transforms.refine)} "
+        f"--group {transforms.group or d}")
+    return dataclasses.replace(
+        o, transform=name, refine=transforms.refine, group=transforms.group)
+
+def recipes_to_make(o):
+    """Return the recipes of the task by name, and the name of the chosen one."""
+    if o.bits == (16, 16):
+        return {}, "none"
+    chosen, recipe = chosen_recipe(o)
+    recipes = TASKS[o.task].recipes(o) | {chosen: recipe}
+
+    # Beside a transforms file, only a calibration that is asked for makes the rows that need one.
+    if o.transforms and "calib" not in o.explicit:
+        left_out = [
+            name for name, recipe in recipes.items()
+            if name != chosen and TRANSFORMS[recipe.transform].needs_calibration]
+        if left_out:
+            note(f"no rows for {listed(left_out)}: beside --transforms they need --calib")
+        recipes = {name: recipe for name, recipe in recipes.items() if name not in left_out}
+    return recipes, chosen
+
+def rows_to_derive(o, recipes, chosen):
+    """Return the rows of TRANSFORMS that must be derived here, and not read from a file."""
+    names = [name for name in recipes if name != chosen or not o.transforms]
+    return [TRANSFORMS[recipes[name].transform] for name in names]
+
+def check_length(what, tokens, config):
+    most = config.max_position_embeddings
+    if tokens > most:
+        raise ValueError(f"{what}: {tokens} tokens are over the model's {most} positions")
+
+def read_prompt(o, tokenizer, config):
+    """Tokenize the prompt, if there is one, and check that what follows it fits into the model's positions."""
+    task = TASKS[o.task]
+    prompt = []
+    if has_prompt(o):
+        if "template" in o.explicit and o.template != "raw" and not tokenizer.chat_template:
+            raise ValueError(f"--template {o.template}: {o.model} has no chat template")
+        prompt = prompt_tokens(tokenizer, o.prompt, o.template == "raw", o.template == "thinking")
+    if task.continues:
+        text_tokens = 1 if task.reads_text else 0                # at least, before the prompt
+        needed = text_tokens + len(prompt) + o.max_new_tokens
+        check_length("prompt and --max-new-tokens", needed, config)
+    return prompt
+
+def source_of(text, folder, file, dataset):
+    """Return where a text comes from: the flag, else the model folder's file, else the hub's dataset."""
+    if text is not None:
+        return text
+    return str(folder / file) if (folder / file).is_file() else dataset
+
+def read_texts(o, folder, tokenizer, config):
+    """Read the evaluation sequences, where the task needs any."""
+    task = TASKS[o.task]
+    if not task.reads_text:
+        return []
+    check_length("--eval-len", o.eval_len, config)
+    if o.bits != (16, 16) and task.fills_windows and o.eval_len <= sum(o.windows):
+        raise ValueError(
+            f"--eval-len {o.eval_len} fits into the windows: nothing would be quantized")
+    source = source_of(o.eval, folder, "eval.txt", "wikitext2")
+    return read_tokens(source, tokenizer, "--eval", o.eval_seqs, o.eval_len)
+
+def read_calibration(o, folder, tokenizer, config):
+    """Read the calibration sequences. Returns where they come from, too."""
+    check_length("--calib-len", o.calib_len, config)
+    source = source_of(o.calib, folder, "calib.txt", "fineweb-edu")
+    return read_tokens(source, tokenizer, "--calib", o.calib_seqs, o.calib_len), source
+
+def load_weights(o, config, about, device, dtype):
+    """Load the model, if it fits, and if it is the one that a transforms file was made for. Returns its fingerprint."""
+    check_memory(config, dtype, device)
+    folder = fetch(o.model, *SMALL_FILES, "*.safetensors")
+    found = fingerprint(folder)
+    if about.get("fingerprint", found) != found:
+        raise ValueError(
+            f"{o.transforms} was made for {about.get('model')}, other weights than those of "
+            f"{o.model}")
+    return load_model(folder, config, dtype, device), found
+
+def make_transforms(o, model, recipes, chosen, from_file, sequences):
+    """Return the transforms of all recipes by name: the chosen one's from a file, if there is one, the others derived."""
+    rows = rows_to_derive(o, recipes, chosen)
+    moments = {}
+    if rows:
+        attention_aware = any(row.is_attention_aware for row in rows)
+        moments = collect_moments(model, sequences, attention_aware)
+
+    transforms = {}
+    for name, recipe in recipes.items():
+        if name == chosen and from_file is not None:
+            transforms[name] = from_file
+        else:
+            transforms[name] = derive(moments, recipe.transform, recipe.refine, o.group)
+    return transforms
+
+def prepare(o):
+    """Check everything, the cheap before the slow, then load the model and read or derive the transforms."""
+    check_ranges(o)
+    check_choices(o)
+    check_files(o)
+    device, dtype = pick_device(o.device, o.dtype)
+    folder = fetch(o.model, *SMALL_FILES)
+    config = read_config(folder, o.yarn)
+    if o.group and config.head_dim % o.group:
+        raise ValueError(f"--group {o.group} does not divide the head_dim {config.head_dim}")
+
+    # A transforms file decides what it was made with.
+    from_file = None
+    about = {}
+    if o.transforms:
+        from_file = load_transforms(o.transforms, config, device)
+        about = read_about(o.transforms)
+        o = decided_by_file(o, from_file, about, config.head_dim)
+
+    # What is to be made tells which texts are read.
+    recipes, chosen = recipes_to_make(o)
+    calibrates = any(row.needs_calibration for row in rows_to_derive(o, recipes, chosen))
+    note_unread(o, calibrates)
+    tokenizer = read_tokenizer(folder, config)
+    eos = end_tokens(folder)
+    prompt = read_prompt(o, tokenizer, config)
+    texts = read_texts(o, folder, tokenizer, config)
+    sequences = []
+    source = None
+    if calibrates:
+        sequences, source = read_calibration(o, folder, tokenizer, config)
+
+    # All is well: load, calibrate, save.
+    model, found = load_weights(o, config, about, device, dtype)
+    transforms = make_transforms(o, model, recipes, chosen, from_file, sequences)
+    if o.save:
+        save_transforms(o.save, transforms[chosen], {
+            "model": o.model,
+            "fingerprint": found,
+            "transform": o.transform,
+            "calibration_text": source,
+            "calibration_tokens": sum(map(len, sequences)),
+        })
+    schemes = {}
+    for name in recipes:
+        schemes[name] = scheme_of(transforms[name], o.bits, o.quantizer)
+    return Job(o, model, tokenizer, schemes, chosen, texts, prompt, eos)
+
+# ----------------------------------------------------------------------------------------------------------------
+# Running
+
+INTERRUPTED = 130      # the exit status of a program that Ctrl-C ended
+
+def write_figures(path, figures):
+    """Write the figures as JSON, whole or not at all."""
+    text = json.dumps(figures, indent=2) + "\n"
+    write_whole(path, partial(Path.write_text, data=text, encoding="utf-8"))
+
+def main(argv=None):
+    """Run the command line. A refusal is one sentence; an interrupted task leaves the figures that it has."""
+    start = time.perf_counter()
+    open_streams()
+    try:
+        job = prepare(parse(argv))
+    except (ValueError, OSError) as error:
+        sys.exit(f"wush_kv: {error}")
+    except KeyboardInterrupt:
+        sys.exit(INTERRUPTED)
+
+    # The task's figures come in as it goes.
+    o = job.options
+    key_bits, value_bits = o.bits
+    same_bits = key_bits if key_bits == value_bits else None
+    figures = {"model": o.model, "bits": same_bits, "k_bits": key_bits, "v_bits": value_bits}
+    try:
+        TASKS[o.task].run(job, figures)
+    except KeyboardInterrupt:
+        figures["interrupted"] = True
+
     figures["seconds"] = time.perf_counter() - start
     if o.json:
-        Path(o.json).write_text(json.dumps(figures, indent=2) + "\n")
-    print(f"{figures['seconds']:.0f} seconds", file=sys.stderr)
+        try:
+            write_figures(o.json, figures)
+        except OSError as error:
+            sys.exit(f"wush_kv: {o.json} cannot be written: {error}")
+    if "interrupted" in figures:
+        sys.exit(INTERRUPTED)
+    emit(sys.stderr, f"{figures['seconds']:.0f} seconds\n")

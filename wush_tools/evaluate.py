@@ -1,118 +1,332 @@
-"""Evaluation: module error, perplexity and divergence, with standard errors over sequences; speed; bytes."""
+"""Evaluation: module error, perplexity and divergence, retrieval, bytes held, seconds a step.
+
+A figure over several texts is a pair (value, standard error over the texts). "none" names the unquantized model.
+"""
+import copy
 import math
+import random
+import statistics
 import time
+from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from wush_kv import (Model, Scheme, WindowCache, causal_attention, feed, forward, logits, project_out,
-                     roundtrip)
+from wush_kv import (
+    Encoding, PlainCache, Scheme, WindowCache, Windows, attention, causal_attention, feed,
+    forward, logits, new_cache, project_out, roundtrip, with_scheme)
 
+# ----------------------------------------------------------------------------------------------------------------
+# Figures
 
-def mean_and_error(x: Tensor) -> tuple[float, float]:
-    """Return the mean over sequences and its standard error (nan for a single sequence)."""
-    return x.mean().item(), (x.std().item() / math.sqrt(len(x)) if len(x) > 1 else math.nan)
+def mean_and_error(x):
+    """Return the mean over texts, x (texts,), and its standard error, which is nan for a single text."""
+    error = x.std().item() / math.sqrt(len(x)) if len(x) > 1 else math.nan
+    return x.mean().item(), error
 
-def quantized_view(t: int, sink: int, keep: int, flush: int, chunk: int, device="cpu") -> Tensor:
-    """Say which keys a query finds quantized, (t, t), if tokens come in calls of `chunk` each."""
-    column = torch.arange(t, device=device)
-    length = column // chunk * chunk                             # of the cache as the query's call began
-    packed = (length - sink - keep).div(flush, rounding_mode="floor").clamp(min=0) * flush
-    return (column >= sink) & (column < sink + packed[:, None])
+def shown(value, error):
+    """Write a figure for a table."""
+    return f"{value:.4f}" if math.isnan(error) else f"{value:.4f} ± {error:.4f}"
 
-def view_attention(q: Tensor, k: Tensor, v: Tensor, k_hat: Tensor, v_hat: Tensor, view: Tensor) -> Tensor:
-    """Attend causally, to k_hat and v_hat where `view` (t, t) says so, else to k and v, with one softmax.
+# ----------------------------------------------------------------------------------------------------------------
+# Attention that sees quantized tokens
+#
+# A text goes through the model in one call, but each query attends to what a cache would hold had the text come in
+# calls of `chunk` tokens. Masks are made for the queries at hand, so that long texts cost no t × t tensors.
 
-    Equal to feeding a cache call by call. For 256 queries at a time the exact and the quantized tokens that
-    any of them sees are concatenated, and a mask says which of these each query sees.
+def exact_attention(l, q, k, v):
+    """Attend as the unquantized model does."""
+    return causal_attention(q, k, v)
+
+def restored(x, encoding):
+    """Return what a cache gives back of x (b, g, s, d), 4096 tokens at a time: the steps between are float32."""
+    parts = [roundtrip(part, encoding) for part in x.split(4096, 2)]
+    return torch.cat(parts, 2)
+
+def quantized_view(query, column, windows, chunk):
+    """Say which columns (s,) the queries at positions (t, 1) find packed, (t, s), if calls have `chunk` tokens."""
+    sink, keep, flush = windows
+    length = query // chunk * chunk                              # of the cache as the query's call began
+    due = (length - sink - keep).clamp(min=0) // flush * flush
+    return (column >= sink) & (column < sink + due)
+
+def view_attention(q, k, v, k_hat, v_hat, windows, chunk):
+    """Attend causally from q (b, g, r, t, d): to k_hat and v_hat where `quantized_view` says so, else to k and v.
+
+    Equal to feeding a cache call by call.
     """
-    causal, o = torch.ones_like(view).tril(), []
-    for rows in torch.arange(len(view), device=view.device).split(256):
-        exact, hat = causal[rows] & ~view[rows], causal[rows] & view[rows]
-        e, h = exact.any(0), hat.any(0)
-        side_by_side = (torch.cat([x[:, :, e], x_hat[:, :, h]], 2) for x, x_hat in ((k, k_hat), (v, v_hat)))
-        mask = torch.cat([exact[:, e], hat[:, h]], 1)[None, None]
-        o.append(causal_attention(q[..., rows, :], *side_by_side, mask))
-    return torch.cat(o, -2)
+    outputs = []
+    t = q.shape[3]
+    size = min(256, max(1, 2 ** 22 // t))
+    for start in range(0, t, size):
+        end = min(start + size, t)
+        column = torch.arange(end, device=q.device)
+        query = column[start:, None]
 
-def module_error(model: Model, sequences: list[Tensor], schemes: dict[str, Scheme],
-                 sink: int = 0) -> dict[str, tuple[float, float]]:
+        # A piece of queries sees few tokens both exactly and quantized: only what one of them sees is taken.
+        is_packed = quantized_view(query, column, windows, chunk)        # (t, s)
+        is_exact = (column <= query) & ~is_packed
+        packed = is_packed.any(0).nonzero()[:, 0]
+        exact = is_exact.any(0).nonzero()[:, 0]
+        keys = torch.cat([k[:, :, exact], k_hat[:, :, packed]], 2)
+        values = torch.cat([v[:, :, exact], v_hat[:, :, packed]], 2)
+
+        # One softmax over both; the mask says which of them each query sees.
+        mask = torch.cat([is_exact[:, exact], is_packed[:, packed]], 1)
+        outputs.append(attention(q[..., start:end, :], keys, values, mask[None, None]))
+    return torch.cat(outputs, 3)
+
+def attend_through_windows(scheme, windows, chunk, l, q, k, v):
+    """Attend in layer l as a window cache of the scheme does."""
+    encodings = scheme.layer(l, k.device)
+    k_hat = restored(k, encodings.keys)
+    v_hat = restored(v, encodings.values)
+    return view_attention(q, k, v, k_hat, v_hat, windows, chunk)
+
+# ----------------------------------------------------------------------------------------------------------------
+# Module error
+
+def quantized_after(sink, x, encoding):
+    """Return x (b, g, s, d) as a cache gives it back that keeps only the first `sink` tokens exact."""
+    return torch.cat([x[:, :, :sink], restored(x, encoding)[:, :, sink:]], 2)
+
+def squared_norm(x, minus=None):
+    """Sum the squares of x (b, t, D), or of its difference from another, in float64, 1024 tokens at a time."""
+    total = torch.zeros((), dtype=torch.float64, device=x.device)
+    for start in range(0, x.shape[1], 1024):
+        part = x[:, start:start + 1024].double()
+        if minus is not None:
+            part -= minus[:, start:start + 1024].double()
+        total += part.square().sum()
+    return total
+
+def module_error(model, sequences, schemes, sink=0):
     """Measure the relative squared error of the attention modules' outputs: {name: (value, standard error)}.
 
     Each layer gets exact activations; all keys and values but the first `sink` are quantized. Squared error
-    after the output projection over squared norm, per layer and sequence; geometric mean over layers, mean
+    after the output projection over squared norm, per layer and sequence (t,); geometric mean over layers, mean
     over sequences.
     """
-    ratios = {name: torch.zeros(len(sequences), model.config.num_hidden_layers) for name in schemes}
+    layers = model.config.num_hidden_layers
+    ratios = {name: torch.zeros(len(sequences), layers) for name in schemes}
+
+    def compare(i, l, q, k, v):
+        o = causal_attention(q, k, v)
+        exact = project_out(model, l, o)
+        energy = squared_norm(exact)
+        for name, scheme in schemes.items():
+            encodings = scheme.layer(l, k.device)
+            k_hat = quantized_after(sink, k, encodings.keys)
+            v_hat = quantized_after(sink, v, encodings.values)
+            noisy = project_out(model, l, causal_attention(q, k_hat, v_hat))
+            ratios[name][i, l] = squared_norm(noisy, minus=exact) / energy
+        return o
+
     for i, ids in enumerate(tqdm(sequences, desc="module error", unit="seq", disable=None)):
-        def compare(l, q, k, v):
-            o = causal_attention(q, k, v)
-            exact = project_out(model, l, o).double()
-            for name, scheme in schemes.items():
-                hats = [torch.cat([x[:, :, :sink], roundtrip(x, *scheme.of(side, l))[:, :, sink:]], 2)
-                        for side, x in (("k", k), ("v", v))]
-                error = project_out(model, l, causal_attention(q, *hats)).double() - exact
-                ratios[name][i, l] = error.square().sum() / exact.square().sum()
-            return o
-        forward(model, ids[None].to(model.inv_freq.device), compare)
+        forward(model, ids[None].to(model.inv_freq.device), partial(compare, i))
     return {name: mean_and_error(ratio.log().mean(1).exp()) for name, ratio in ratios.items()}
 
-def divergence(model: Model, hidden: dict[str, Tensor], ids: Tensor) -> dict[str, Tensor]:
-    """Compare final hidden states (t, D) with hidden["none"]: means of [NLL, KL, same top-1]."""
+# ----------------------------------------------------------------------------------------------------------------
+# Perplexity and divergence
+
+def divergence(model, hidden, ids):
+    """Compare final hidden states (t, D) by name with hidden["none"]: by name, means of [NLL, KL, same top-1]."""
     sums = {name: torch.zeros(3, dtype=torch.float64, device=ids.device) for name in hidden}
-    for part in torch.arange(len(ids) - 1, device=ids.device).split(256):    # 256 rows of logits at a time
+    predicting = len(ids) - 1
+
+    # 32 tokens at a time: logits are wide, and more of them would not stay in a CPU's caches.
+    for start in range(0, predicting, 32):
+        part = slice(start, min(start + 32, predicting))
+        targets = ids[1:][part, None]
         log_p = logits(model, hidden["none"][part]).float().log_softmax(-1)
-        for name, h in hidden.items():
-            log_q = log_p if name == "none" else logits(model, h[part]).float().log_softmax(-1)
-            nll = -log_q.gather(1, ids[part + 1, None])
-            kl = log_p.exp() * (log_p - log_q)
-            same = log_p.argmax(-1) == log_q.argmax(-1)
-            sums[name] += torch.stack([nll.double().sum(), kl.double().sum(), same.double().sum()])
-    return {name: total / (len(ids) - 1) for name, total in sums.items()}
+        p = log_p.exp()
+        likeliest = log_p.argmax(-1)
+        for name, states in hidden.items():
+            log_q = log_p
+            if name != "none":
+                log_q = logits(model, states[part]).float().log_softmax(-1)
+            nll = -log_q.gather(1, targets)
+            kl = p * (log_p - log_q)
+            is_same = log_q.argmax(-1) == likeliest
+            sums[name][0] += nll.sum(dtype=torch.float64)
+            sums[name][1] += kl.sum(dtype=torch.float64)
+            sums[name][2] += is_same.sum()
+    return {name: total / predicting for name, total in sums.items()}
 
-def perplexity(model: Model, sequences: list[Tensor], schemes: dict[str, Scheme], sink: int = 16,
-               keep: int = 128, flush: int = 16, chunk: int = 16) -> dict:
-    """Score sequences (t,) as if fed in calls of `chunk` tokens through the windows; "none" is unquantized.
+def summary(rows):
+    """Turn `divergence`'s results on several texts into {name: {figure: (value, standard error)}}.
 
-    Returns {name: {"perplexity", "excess", "kl", "same_top1": (value, standard error)}}: excess is what the
-    log-perplexity has over the unquantized model's, with the error of that difference; kl, in nats, the mean
-    divergence of the next-token distribution from that model's; same_top1 how often both put one token first.
+    The figures are perplexity; excess, what the log-perplexity has over the unquantized model's, with the error of
+    that difference; kl, in nats, the mean divergence of the next-token distribution from that model's; same_top1,
+    how often both put one token first.
     """
+    figures = {}
+    exact_nll = torch.stack([row["none"][0] for row in rows])
+    for name in rows[0]:
+        nll, kl, is_same = torch.stack([row[name] for row in rows], 1)
+        mean, error = mean_and_error(nll)
+        figures[name] = {
+            "perplexity": (math.exp(mean), math.exp(mean) * error),
+            "excess": mean_and_error(nll - exact_nll),
+            "kl": mean_and_error(kl),
+            "same_top1": mean_and_error(is_same),
+        }
+    return figures
+
+def perplexity(model, sequences, schemes, windows=Windows(), chunk=16):
+    """Score sequences (t,) as if fed in calls of `chunk` tokens through the windows: `summary`'s figures by name."""
     rows = []
     for ids in tqdm(sequences, desc="perplexity", unit="seq", disable=None):
         ids = ids.to(model.inv_freq.device)
-        view = quantized_view(len(ids), sink, keep, flush, chunk, ids.device)
-        hidden = {"none": forward(model, ids[None], lambda l, *qkv: causal_attention(*qkv))[0]}
+        hidden = {"none": forward(model, ids[None], exact_attention)[0]}
         for name, scheme in schemes.items():
-            hidden[name] = forward(model, ids[None], lambda l, q, k, v: view_attention(
-                q, k, v, roundtrip(k, *scheme.of("k", l)), roundtrip(v, *scheme.of("v", l)), view))[0]
+            attend = partial(attend_through_windows, scheme, windows, chunk)
+            hidden[name] = forward(model, ids[None], attend)[0]
         rows.append(divergence(model, hidden, ids))
-    result, exact = {}, torch.stack([row["none"][0] for row in rows])
-    for name in rows[0]:
-        nll, kl, same = torch.stack([row[name] for row in rows]).unbind(1)
-        mean, error = mean_and_error(nll)
-        result[name] = {"perplexity": (math.exp(mean), math.exp(mean) * error),
-                        "excess": mean_and_error(nll - exact), "kl": mean_and_error(kl),
-                        "same_top1": mean_and_error(same)}
-    return result
+    return summary(rows)
 
-WARM_UP, STEPS = 20, 32      # the first pass a flush, since what is compiled may be compiled anew after one
+# ----------------------------------------------------------------------------------------------------------------
+# Retrieval
+#
+# Numbers are hidden in a text, each by a sentence of one form that names it after a word. The text goes through in
+# one call, which is exact, and is packed; then each number is asked for.
 
-def decode_speed(model: Model, cache: list[WindowCache], context: Tensor) -> float:
-    """Return tokens/s of STEPS one-token steps after `context` (t,), warm-up and compilation left out."""
-    feed(model, cache, context[None])
-    for step in range(WARM_UP + STEPS):
-        if step == WARM_UP:
-            start = time.perf_counter()
-        scores = logits(model, feed(model, cache, context[None, :1])[:, -1])
-        scores.argmax(-1).item()                                 # waits for an asynchronous device
-    return STEPS / (time.perf_counter() - start)
+WORDS = "apple river candle window garden mirror bridge castle silver forest".split()
 
-def cache_bytes(config, tokens: int, **how) -> float:
-    """Measure the bytes per token that all bfloat16 caches hold after `tokens` tokens, windows and all."""
-    cache = WindowCache(1, config.num_key_value_heads, config.head_dim, dtype=torch.bfloat16, **how)
-    x = torch.zeros(1, config.num_key_value_heads, tokens, config.head_dim, dtype=torch.bfloat16)
-    cache.append(x, x, [0])
-    cache.flush()
+class Question(NamedTuple):
+    tokens: Tensor              # (t,) the question and its answer
+    question_tokens: int        # how many of them are the question
+    place: int                  # position of the answer's first token in the text
+
+def haystack(encode, filler, seed):
+    """Hide five numbers in the tokens `filler` (t,), one in each fifth: the whole text's tokens, five Questions.
+
+    `encode` maps a string to its tokens (t,).
+    """
+    draw = random.Random(seed)
+    words = draw.sample(WORDS, 5)
+    pieces = []
+    questions = []
+    for part, word in zip(filler.tensor_split(5), words):
+        sentence = f"\nThe special magic number for {word} is {draw.randrange(10 ** 4, 10 ** 5)}"
+        asked = len(encode(sentence[:-6]))                       # all but the space and the five digits
+        tokens = encode(sentence)
+        start = draw.randrange(len(part))
+        before = sum(len(piece) for piece in pieces)
+        questions.append(Question(tokens, asked, before + start + asked))
+        pieces += [part[:start], tokens, encode(".\n"), part[start:]]
+    return torch.cat(pieces), questions
+
+def with_schemes(model, schemes, windows=Windows()):
+    """Return {name: (model, maker of its empty caches)} of each scheme, T_V folded in, and of "none"."""
+    runs = {"none": (model, partial(new_cache, model))}
+    for name, scheme in schemes.items():
+        runs[name] = with_scheme(model, scheme, windows)
+    return runs
+
+def retrieval(model, haystacks, schemes, windows=Windows()):
+    """Ask `haystack`s for their numbers: {name: (found, log_probability)}, (texts, questions) each.
+
+    A number is found if each of its tokens is the likeliest one after those before it.
+    """
+    device = model.inv_freq.device
+    answers = {}
+    for name, (folded, empty_cache) in with_schemes(model, schemes, windows).items():
+        found = []
+        log_probability = []
+        for text, questions in haystacks:
+            cache = empty_cache()
+            feed(folded, cache, text[None].to(device))
+            for question in questions:
+                tokens = question.tokens.to(device)
+                asked = question.question_tokens
+                hidden = feed(folded, copy.deepcopy(cache), tokens[None])
+                log_p = logits(folded, hidden[0, asked - 1:-1]).float().log_softmax(-1)
+                of_answer = log_p.gather(1, tokens[asked:, None])[:, 0]
+                found.append((of_answer == log_p.amax(-1)).all().item())
+                log_probability.append(of_answer.sum().item())
+        answers[name] = [
+            torch.tensor(column, dtype=torch.float32).view(len(haystacks), -1)
+            for column in (found, log_probability)]
+    return answers
+
+# ----------------------------------------------------------------------------------------------------------------
+# Bytes
+
+def bytes_scheme(scheme):
+    """Return the scheme without its transforms, on which the bytes of the cache do not depend."""
+    return Scheme(Encoding(scheme.keys.codec), Encoding(scheme.values.codec))
+
+def take_in(cache, x):
+    """Add tokens to a layer's cache, x (b, g, t, d) for both keys and values, almost without attending."""
+    if isinstance(cache, PlainCache):
+        query = x[:, :, None, -1:]                               # a single one attends
+        cache.attend(query, x, x)
+    else:
+        cache.append(x, x, [0] * len(x))
+        cache.flush()
+
+def cache_bytes(config, tokens, scheme=None, windows=Windows(), steps=0):
+    """Measure the bytes per token that all layers' bfloat16 caches hold, windows and spare room included.
+
+    The cache has taken in a prompt of `tokens - steps` tokens and then `steps` single ones. None is unquantized.
+    """
+    if not 0 <= steps < tokens:
+        raise ValueError(f"{steps} steps leave no prompt of a cache of {tokens} tokens")
+    heads = config.num_key_value_heads
+    d = config.head_dim
+    if scheme is None:
+        cache = PlainCache(1, heads, d, torch.bfloat16)
+    else:
+        cache = WindowCache(1, heads, d, bytes_scheme(scheme), windows, torch.bfloat16)
+
+    x = torch.zeros(1, heads, tokens - steps, d, dtype=torch.bfloat16)
+    take_in(cache, x)
+    for _ in range(steps):
+        take_in(cache, x[:, :, :1])
     return cache.nbytes * config.num_hidden_layers / tokens
+
+def packed_bytes(config, scheme):
+    """Return the bytes of one packed token in all layers, scales and offsets included."""
+    cache = WindowCache(
+        1, config.num_key_value_heads, config.head_dim, bytes_scheme(scheme), dtype=torch.bfloat16)
+    row_bytes = 0
+    for store in (cache.keys, cache.values):
+        row_bytes += store.codes.shape[-1] * store.codes.itemsize
+        row_bytes += store.pairs.shape[-1] * store.pairs.itemsize
+    return row_bytes * config.num_key_value_heads * config.num_hidden_layers
+
+# ----------------------------------------------------------------------------------------------------------------
+# Speed
+
+WARM_UP = 20      # untimed steps; a flush is among them, since what is compiled may be compiled anew after one
+STEPS = 32        # timed ones, if nothing else is said
+
+def time_step(model, cache, token):
+    """Return the seconds of a one-token step; token is (1, 1)."""
+    start = time.perf_counter()
+    scores = logits(model, feed(model, cache, token)[:, -1])
+    scores.argmax(-1).item()                                     # waits for an asynchronous device
+    return time.perf_counter() - start
+
+def step_times(runs, context, steps=STEPS):
+    """Time one-token steps after `context` (t,): {name: seconds of each step}; runs are {name: (model, cache)}.
+
+    The caches take turns step by step, so that a busy machine slows all of them alike. The first WARM_UP steps
+    are not timed: WARM_UP + steps tokens are added to each cache.
+    """
+    for model, cache in runs.values():
+        feed(model, cache, context[None])
+
+    seconds = {name: [] for name in runs}
+    for step in range(WARM_UP + steps):
+        for name, (model, cache) in runs.items():
+            seconds[name].append(time_step(model, cache, context[None, :1]))
+    return {name: times[WARM_UP:] for name, times in seconds.items()}
+
+def step_seconds(runs, context, steps=STEPS):
+    """As `step_times`, the median step of each: {name: seconds}. It hides a flush, which few steps have."""
+    times = step_times(runs, context, steps)
+    return {name: statistics.median(seconds) for name, seconds in times.items()}

@@ -1,6 +1,9 @@
-"""Tests of the command line: flags, tasks and the figures of the report."""
+"""Tests of the command line: flags, tasks, the figures of the report, and what happens when printing fails."""
+import io
 import json
+import os
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -9,148 +12,516 @@ import pytest
 import torch
 
 import wush_kv as W
-from wush_kv import Codec
+from wush_kv import Codec, Refine
 from wush_tools import cli, evaluate
 from wush_tools.testing import argv, edited, figures, refusal
 
-WRONG = """\
---bits 2 --k-bits 4: --bits --k-bits; --bits 5: bits 5; --group 3: --group 3; --group 32: --group 32
---group 0: --group; --device nosuch: device nosuch; --device meta: device meta; --raw --prompt=: prompt empty
---prompt \udcff: prompt; --prompt LONG: 512; --max-new-tokens 600: 512; --eval-len 600: --eval-len 512
---eval-seqs 11: --eval-seqs 2200; --eval-skip 9999: --eval-skip; --calib-seqs 99: --calib-seqs
---eval-len 1: --eval-len; --eval-len 30: --eval-len; --eval TMP/none.txt: none.txt; --eval TMP: TMP
---eval TMP/binary: binary text; --calib TMP/binary: binary text
---eval TMP/empty: empty 0 tokens; --json TMP/none/x: TMP/none/x
---json TMP: TMP; --save TMP/none/x: TMP/none/x; --save TMP: TMP; --save TMP/x --json TMP/x: --json --save
---save TMP/x --json TMP/x.json: --json --save; --task calibrate: --save
---task calibrate --bits 16 --save TMP/x: --bits; --bits 16 --save TMP/x: --save
---transforms TMP/none.pt: none.pt; --temperature nan: --temperature; --top-p 2: --top-p; --yarn inf: --yarn
---refine 1: --refine feedback exponent offset step; --refine all,off: --refine
---refine=: --refine; --transform hadamard --refine 1: --refine; --save TMP/folder: TMP/folder.json
---temperature 1 --top-k 9999999999: --top-k
---seed 99999999999999999999: --seed; --model nosuch: nosuch; --model TMP/no/such: such
---model TMP/empty: empty; --model TMP: config.json"""
+PARTS = Refine._fields
 
-@pytest.mark.parametrize("row", WRONG.replace("\n", "; ").split("; "))
-def test_wrong_flag_is_refused_before_weights(row, shelf, tmp_path, capsys, no_weights):
-    flags, words = row.replace("LONG", "x" * 520).split(": ")
+@pytest.fixture
+def shown(capsys):
+    """Run the command line and return what it printed on stdout and on stderr."""
+    def run(arguments):
+        capsys.readouterr()
+        cli.main(arguments)
+        return capsys.readouterr()
+
+    return run
+
+
+# ---- flags that are refused
+
+WRONG = [
+    # flags, the words that the refusal holds; TMP is a folder of odd files, LONG is 520 letters
+    ("--bits 2 --k-bits 4", "--bits --k-bits"),
+    ("--bits 5", "bits 5"),
+    ("--bits 2,3,4", "bits 2,3,4"),
+    ("--bits 2.0", "bits 2.0"),
+    ("--bits=", "bits"),
+    ("--k-bits 0", "--k-bits 0"),
+    ("--group 3", "--group 3"),
+    ("--group 32", "--group 32"),
+    ("--group 0", "--group"),
+    ("--windows 16,128", "--windows 16,128"),
+    ("--windows 4.5,16,16", "--windows 4.5"),
+    ("--windows 16,16,0", "--windows 16,16,0 flush"),
+    ("--windows=-1,16,16", "--windows -1,16,16 sink"),
+    ("--windows 16,16,16 --keep 16", "--windows --keep"),
+    ("--device nosuch", "device nosuch"),
+    ("--device meta", "device meta"),
+    ("--raw --prompt=", "prompt empty"),
+    ("--raw --thinking", "--raw --thinking"),
+    ("--template raw --thinking", "--template --thinking"),
+    ("--prompt \udcff", "prompt"),
+    ("--prompt LONG", "512"),
+    ("--max-new-tokens 600", "512"),
+    ("--eval-len 600", "--eval-len 512"),
+    ("--eval-seqs 11", "--eval-seqs 2200"),
+    ("--calib-seqs 99", "--calib-seqs"),
+    ("--eval-len 1", "--eval-len"),
+    ("--eval-len 30", "--eval-len"),
+    ("--eval TMP/none.txt", "none.txt"),
+    ("--eval TMP", "TMP"),
+    ("--eval TMP/binary", "binary text"),
+    ("--calib TMP/binary", "binary text"),
+    ("--eval TMP/empty", "empty 0 tokens"),
+    ("--json TMP/none/x", "TMP/none/x"),
+    ("--json TMP", "TMP"),
+    ("--save TMP/none/x", "TMP/none/x"),
+    ("--save TMP", "TMP"),
+    ("--save TMP/folder", "TMP/folder.json"),
+    ("--save TMP/x --json TMP/x", "--json --save"),
+    ("--save TMP/x --json TMP/x.json", "--json --save"),
+    ("--save TMP/x --transforms TMP/y", "--save --transforms"),
+    ("--task calibrate", "--save"),
+    ("--task calibrate --bits 16 --save TMP/x", "--bits"),
+    ("--bits 16 --save TMP/x", "--save"),
+    ("--bits 16,16 --transforms TMP/x", "--bits --transforms"),
+    ("--task ablation --transforms TMP/x", "--task ablation --transforms"),
+    ("--task ablation --transform hadamard", "--task ablation --transform"),
+    ("--task ablation --refine off", "--task ablation --refine"),
+    ("--transforms TMP/none.pt", "none.pt"),
+    ("--temperature nan", "--temperature"),
+    ("--temperature 1 --top-p 2", "--top-p"),
+    ("--top-p 0.5", "--top-p --temperature"),
+    ("--seed 3", "--seed --temperature"),
+    ("--temperature 1 --seed 99999999999999999999", "--seed"),
+    ("--yarn inf", "--yarn"),
+    ("--refine 1", "--refine feedback exponent offset widen"),
+    ("--refine all,off", "--refine"),
+    ("--refine=", "--refine"),
+    ("--transform hadamard --refine 1", "--refine"),
+    ("--transform oscar --refine feedback", "--refine feedback --transform oscar"),
+    ("--quantizer affine --refine offset,step", "--refine widen --quantizer affine"),
+    ("--model nosuch", "nosuch"),
+    ("--model TMP/no/such", "such"),
+    ("--model TMP/empty", "empty"),
+    ("--model TMP", "config.json"),
+    ("--transfor hadamard", "--transfor"),
+]
+
+@pytest.mark.parametrize("flags, words", WRONG)
+def test_wrong_flag_is_refused_before_weights(flags, words, shelf, tmp_path, capsys, no_weights):
     (tmp_path / "binary").write_bytes(bytes(range(256)) * 40)
     (tmp_path / "empty").touch()
     (tmp_path / "folder.json").mkdir()
-    there = lambda text: text.replace("TMP", str(tmp_path))
-    said = refusal(argv(shelf, *there(flags).split()), capsys)
-    assert not [word for word in there(words).split() if word not in said]
+    flags = flags.replace("LONG", "x" * 520).replace("TMP", str(tmp_path))
+    arguments = argv(shelf, *flags.split())
+    if "--windows" not in flags:                 # argv's own would contradict the old spellings
+        place = arguments.index("--windows")
+        arguments[place:place + 2] = ["--keep", "16"]
 
-def test_report_of_a_model_of_few_positions_needs_no_room_after_the_text(shelf, tmp_path):
-    """Its decoding speed is measured after fewer tokens than the evaluated text has."""
-    folder = edited(shelf, tmp_path, max_position_embeddings=52)
-    flags = "--eval-len 52 --calib-len 40 --sink 2 --keep 8 --flush 4 --max-new-tokens 4 --raw --prompt x"
-    out = figures(shelf, tmp_path, *flags.split(), "--model", folder)
-    assert out["tokens_per_second"].keys() == {"none", "refined"}
+    sentence = refusal(arguments, capsys)
+    for word in words.replace("TMP", str(tmp_path)).split():
+        assert word in sentence
 
-def test_prompt_may_fill_the_positions_to_the_last(shelf, capsys):
-    """P16: 500 + 12 tokens are 512 positions; 501 are refused."""
-    cli.main(argv(shelf, "--task", "generate", "--raw", "--prompt", "x" * 500, "--max-new-tokens", 12))
-    assert "positions" in refusal(argv(shelf, "--raw", "--prompt", "x" * 501, "--max-new-tokens", 12), capsys)
-
-def test_program_ends_without_traceback(shelf, tmp_path):
-    """P08 in a real process."""
-    flags = argv(shelf, folder=edited(shelf, tmp_path, head_dim=24))
-    run = subprocess.run([sys.executable, W.__file__, *flags], capture_output=True, text=True)
-    assert run.returncode == 1 and "Traceback" not in run.stderr
-    assert "head_dim 24" in run.stderr.splitlines()[-1]
-
-def test_report_writes_its_figures(report, shelf):
-    f, names = report.figures, {"none", "hadamard", "oscar", "wush", "refined"}
-    assert set("model bits k_bits v_bits kv_bytes_per_token effective_bits module_error perplexity "
-               "excess kl same_top1 tokens_per_second text seconds".split()) <= f.keys()
-    assert (f["bits"], f["k_bits"], f["v_bits"], f["model"]) == (2, 2, 2, str(shelf.folder))
-    assert all(f[key].keys() == names for key in ("module_error", "perplexity", "excess", "kl", "same_top1"))
-    assert f["text"].keys() == f["tokens_per_second"].keys() == {"none", "refined"}
-    assert min(*f["tokens_per_second"].values(), f["seconds"]) > 0
-    assert f["effective_bits"] == pytest.approx(8 * f["kv_bytes_per_token"] / (2 * 2 * 2 * 16))
-    scores = evaluate.perplexity(report.model, report.texts, report.schemes, 16, 16, 16)
-    for name, row in scores.items():
-        assert [row[key][0] for key in row] == pytest.approx([f[key][name] for key in row], rel=1e-5)
-    for name, error in evaluate.module_error(report.model, report.texts, report.schemes, 0).items():
-        assert error[0] == pytest.approx(f["module_error"][name], rel=1e-5)
-
-def test_refine_off_is_the_papers_setting(report, shelf, tmp_path):
-    """The file holds k and v alone, as wush gives them with 1/4, and so does one whose sidecar is lost."""
-    file = tmp_path / "T.pt"
-    cli.main(argv(shelf, "--task", "calibrate", "--refine", "off", "--save", file))
-    T, paper = torch.load(file, weights_only=True), report.schemes["wush"].tensors
-    assert T.keys() == {"k", "v"} and all(torch.equal(T[side], paper[side]) for side in "kv")
-    want = figures(shelf, tmp_path, "--task", "generate", "--refine", "off")["text"]
-    assert figures(shelf, tmp_path, "--task", "generate", "--transforms", file)["text"] == want
-    Path(f"{file}.json").unlink()
-    assert figures(shelf, tmp_path, "--task", "generate", "--transforms", file)["text"] == want
-    refined = shutil.copy(report.file, tmp_path / "refined.pt")           # without a sidecar, its keys tell
-    text = figures(shelf, tmp_path, "--task", "generate", "--transforms", refined)["text"]
-    assert text.keys() == {"refined"}
-
-@pytest.mark.parametrize("refine, rule, clip, feeds", [
-    ("all", "centred", 1.3, True), ("feedback", "quest", 1.0, True), ("exponent", "quest", 1.0, False),
-    ("offset", "centred", 1.0, False), ("step", "quest", 1.3, False), ("off", "quest", 1.0, False),
-    ("all --quantizer affine", "affine", 0.96, True), ("all --transform oscar", "quest", 1.0, False)])
-def test_refine_switches_each_part_alone(refine, rule, clip, feeds, shelf, tmp_path, caches):
-    figures(shelf, tmp_path, "--task", "generate", "--refine", *refine.split())
-    assert caches and all(c.k.codec == Codec(2, rule, clip) for c in caches)
-    assert all((c.k.push is not None) == (c.v.push is not None) == feeds for c in caches)
-
-def test_ablation_scores_the_paper_each_part_alone_and_all_but_each(shelf, tmp_path):
-    kl = figures(shelf, tmp_path, "--task", "ablation", "--eval-seqs", 1)["kl"]
-    parts = list(W.REFINEMENTS)
-    assert list(kl) == ["none", "paper", *parts, *(f"no {part}" for part in parts), "refined"]
-    assert len(set(kl.values())) == len(kl)
-
-@pytest.mark.parametrize("flags, bits", [("", (2, 2)), ("--bits 3", (3, 3)), ("--k-bits 4", (4, 2)),
-                                         ("--v-bits 8", (2, 8)), ("--k-bits 4 --v-bits 16", (4, 16)),
-                                         ("--k-bits 16 --v-bits 2", (16, 2))])
-def test_bits_flags_set_their_side_and_2_is_the_default(flags, bits, shelf, tmp_path, caches):
-    """P50: in the figures and in the caches that decode."""
-    f = figures(shelf, tmp_path, *flags.split(), "--task", "generate", "--transform", "hadamard")
-    assert (f["k_bits"], f["v_bits"]) == bits
-    assert {(c.k.codec.bits, c.v.codec.bits) for c in caches} == {bits}
-    assert all((c.k.T is None) == (bits[0] == 16) for c in caches)         # off is off: no transform either
+def test_flags_are_at_most_27_and_each_says_what_it_is_for(capsys):
+    with pytest.raises(SystemExit):
+        cli.main(["--help"])
+    usage, _, help = capsys.readouterr().out.partition("options:")
+    assert len(cli.FLAGS) <= 27
+    for field in cli.FLAGS:
+        assert cli.flag(field.name) in usage
+        assert field.metadata["help"].split()[0] in help
+    for old in cli.OLD_SPELLINGS:
+        assert cli.flag(old) not in usage + help
 
 def test_refusal_leaves_no_file_behind_and_old_ones_as_they_were(shelf, tmp_path, capsys):
     (tmp_path / "old").write_text("old")
-    for name in "old", "new":
-        out = "--json", tmp_path / name, "--save", tmp_path / (name + ".pt")
-        refusal(argv(shelf, *out, "--eval", tmp_path / "none"), capsys)
-    assert [p.name for p in tmp_path.iterdir()] == ["old"] and (tmp_path / "old").read_text() == "old"
+    for name in ("old", "new"):
+        files = ["--json", tmp_path / name, "--save", tmp_path / (name + ".pt")]
+        refusal(argv(shelf, *files, "--eval", tmp_path / "none"), capsys)
+    assert [path.name for path in tmp_path.iterdir()] == ["old"]
+    assert (tmp_path / "old").read_text() == "old"
+
+
+# ---- flags that are heard
+
+@pytest.mark.parametrize("flags, bits", [
+    ("", (2, 2)),
+    ("--bits 3", (3, 3)),
+    ("--bits 3,2", (3, 2)),
+    ("--bits 16,2", (16, 2)),
+    ("--k-bits 4", (4, 2)),
+    ("--v-bits 8", (2, 8)),
+    ("--k-bits 4 --v-bits 16", (4, 16)),
+    ("--k-bits 16 --v-bits 2", (16, 2)),
+])
+def test_bits_flags_set_their_side_and_2_is_the_default(flags, bits, shelf, tmp_path, caches):
+    """In the figures and in the caches that decode."""
+    key_bits, value_bits = bits
+    flags = [*flags.split(), "--task", "generate", "--transform", "hadamard"]
+    found = figures(shelf, tmp_path, *flags)
+    assert (found["k_bits"], found["v_bits"]) == bits
+    assert found["bits"] == (key_bits if key_bits == value_bits else None)
+    assert caches
+    for cache in caches:
+        assert (cache.keys.bits, cache.values.bits) == bits
+        assert (cache.keys.encoding.transform is None) == (key_bits == 16)     # off is off
+
+@pytest.mark.parametrize("flags, windows", [
+    ("--windows 0,32,4", (0, 32, 4)),
+    ("--sink 1 --keep 2 --flush 3", (1, 2, 3)),
+    ("--keep 20", (16, 20, 16)),
+    ("", (16, 128, 16)),
+])
+def test_windows_flags_set_the_cache(flags, windows, shelf, caches):
+    generate = "--task generate --transform hadamard --max-new-tokens 2"
+    cli.main(["--model", str(shelf.folder), *generate.split(), *flags.split()])
+    assert {cache.windows for cache in caches} == {windows}
+
+@pytest.mark.parametrize("refine, clip, centred, feeds", [
+    ("all", 1.3, True, True),
+    ("feedback", 1.0, False, True),
+    ("exponent", 1.0, False, False),
+    ("offset", 1.0, True, False),
+    ("step", 1.3, False, False),
+    ("widen", 1.3, False, False),
+    ("off", 1.0, False, False),
+    ("all --quantizer affine", 0.96, True, True),
+    ("all --transform oscar", 1.0, False, False),
+])
+def test_refine_switches_each_part_alone(refine, clip, centred, feeds, shelf, tmp_path, caches):
+    """The affine rule, too, is refined by all that applies to it."""
+    figures(shelf, tmp_path, "--task", "generate", "--refine", *refine.split())
+    quantizer = "affine" if "affine" in refine else "quest"
+    assert caches
+    for cache in caches:
+        keys = cache.keys.encoding
+        values = cache.values.encoding
+        assert keys.codec == Codec(2, quantizer, clip)
+        assert keys.centred == values.centred == centred
+        assert (keys.feedback is not None) == (values.feedback is not None) == feeds
+
+def test_quantizer_is_heard_by_every_row(shelf, tmp_path):
+    flags = ["--task", "ppl", "--eval-seqs", 1]
+    quest = figures(shelf, tmp_path, *flags)["kl"]
+    affine = figures(shelf, tmp_path, *flags, "--quantizer", "affine")["kl"]
+    assert quest.keys() == affine.keys()
+    assert all(quest[name] != affine[name] for name in quest if name != "none")
+
+def test_flags_that_a_run_does_not_read_are_named(shelf, shown):
+    generate = "--task generate --transform hadamard --max-new-tokens 2"
+    flags = ["--model", str(shelf.folder), *generate.split()]
+    assert "does not read" not in shown(flags).err
+    said = shown([*flags, "--eval-len", "7", "--calib-len", "8"])
+    assert "does not read --calib-len, --eval-len" in said.err
+    assert "does not read --transform\n" in shown([*flags, "--bits", "16"]).err
 
 def test_generate_does_not_mind_the_lengths_of_calibration_and_evaluation(shelf):
     """Their defaults, 1024 and 2048, are over this model's 512 positions; neither text is read."""
     flags = "--task generate --transform hadamard --max-new-tokens 2".split()
     cli.main(["--model", str(shelf.folder), *flags])
 
+@pytest.mark.parametrize("flags, thinking", [
+    ([], False),
+    (["--thinking"], True),
+    (["--template", "thinking"], True),
+    (["--raw"], None),
+    (["--template", "raw"], None),
+])
+def test_prompt_goes_through_the_chat_template_unless_raw(
+        flags, thinking, shelf, monkeypatch, report):
+    prompts = []
+
+    def decode(model, cache, rows, *_):
+        prompts.extend(rows)
+        cache[0].n_tokens = [len(rows[0])]
+        return iter([])
+
+    monkeypatch.setattr(cli, "decode", decode)
+    flags = ["--task", "generate", "--transforms", report.file, "--prompt", "Why?", *flags]
+    cli.main(argv(shelf, *flags))
+    text = "Why?"
+    if thinking is not None:
+        text = "<user>Why?<bot>" if thinking else "<user>Why?<bot>!"
+    assert prompts == [shelf.tokenizer(text)["input_ids"]]
+
+def test_template_that_the_model_lacks_is_refused(capsys):
+    """The bundled model, for instance."""
+    sentence = refusal(["--task", "generate", "--thinking"], capsys)
+    assert "--template thinking" in sentence and "no chat template" in sentence
+
+def test_prompt_may_fill_the_positions_to_the_last(shelf, capsys):
+    """500 + 12 tokens are 512 positions; 501 are refused."""
+    flags = ["--task", "generate", "--raw", "--max-new-tokens", 12, "--prompt"]
+    cli.main(argv(shelf, *flags, "x" * 500))
+    assert "positions" in refusal(argv(shelf, *flags, "x" * 501), capsys)
+
+def test_same_seed_gives_the_same_text(shelf, shown, report):
+    texts = []
+    for seed in (1, 1, 2):
+        flags = ["--transforms", report.file, "--temperature", 1.5, "--seed", seed]
+        texts.append(shown(argv(shelf, "--task", "generate", *flags)).out)
+    assert texts[0] == texts[1] != texts[2]
+
+
+# ---- transforms files
+
+def test_refine_off_is_the_papers_setting(report, shelf, tmp_path):
+    """The file holds k and v alone, as wush gives them with 1/4, and so does one whose sidecar is lost."""
+    file = tmp_path / "T.pt"
+    cli.main(argv(shelf, "--task", "calibrate", "--refine", "off", "--save", file))
+    T = torch.load(file, weights_only=True)
+    paper = report.schemes["wush"]
+    assert T.keys() == {"k", "v"}
+    assert torch.equal(T["k"], paper.keys.transform)
+    assert torch.equal(T["v"], paper.values.transform)
+
+    generate = ["--task", "generate"]
+    text = figures(shelf, tmp_path, *generate, "--refine", "off")["text"]
+    assert figures(shelf, tmp_path, *generate, "--transforms", file)["text"] == text
+    Path(f"{file}.json").unlink()
+    assert figures(shelf, tmp_path, *generate, "--transforms", file)["text"] == text
+
+    # Without a sidecar, the feedback in the file tells.
+    refined = shutil.copy(report.file, tmp_path / "refined.pt")
+    text = figures(shelf, tmp_path, *generate, "--transforms", refined)["text"]
+    assert text.keys() == {"refined"}
+
+@pytest.mark.parametrize("flags", [
+    "--refine off", "--refine feedback", "--transform hadamard", "--transform wush_a", "--group 8"])
+def test_flags_that_contradict_a_transforms_file_are_refused(
+        flags, report, shelf, capsys, no_weights):
+    sentence = refusal(argv(shelf, "--transforms", report.file, *flags.split()), capsys)
+    name, value = flags.split()
+    assert name in sentence and value in sentence and str(report.file) in sentence
+
+def test_what_a_transforms_file_decides_is_printed(report, shelf, tmp_path, shown):
+    flags = ["--task", "generate", "--transforms", report.file]
+    agreeing = ["--transform", "wush", "--refine", "all", "--group", 16]
+    for more in ([], agreeing):
+        said = shown(argv(shelf, *flags, *more)).err
+        assert f"{report.file} decides: --transform wush --refine all --group 16" in said
+
+    file = tmp_path / "T.pt"
+    calibrate = ["--task", "calibrate", "--transform", "oscar", "--group", 8]
+    cli.main(argv(shelf, *calibrate, "--save", file))
+    flags = ["--task", "generate", "--transforms", file, "--refine", "all"]
+    assert "decides: --transform oscar --refine off --group 8" in shown(argv(shelf, *flags)).err
+
+@pytest.mark.parametrize("name", ["nosuch", ["wush"], None])
+def test_transforms_file_of_an_unknown_transform_is_refused(name, report, shelf, tmp_path, capsys):
+    file = Path(shutil.copy(report.file, tmp_path / "T.pt"))
+    about = json.loads(Path(f"{report.file}.json").read_text()) | {"transform": name}
+    Path(f"{file}.json").write_text(json.dumps(about))
+    assert "T.pt.json names the transform" in refusal(argv(shelf, "--transforms", file), capsys)
+
+def test_rows_beside_a_transforms_file_are_calibrated_or_named(report, shelf, tmp_path, shown):
+    """Without --calib only what needs no calibration is compared, and stderr says so."""
+    out = tmp_path / "figures"
+    flags = argv(shelf, "--task", "ppl", "--transforms", report.file, "--json", out)
+    shown(flags)
+    assert json.loads(out.read_text())["kl"] == pytest.approx(report.figures["kl"], rel=1e-5)
+
+    place = flags.index("--calib")
+    del flags[place:place + 2]
+    said = shown(flags).err
+    assert json.loads(out.read_text())["kl"].keys() == {"none", "hadamard", "refined"}
+    assert "no rows for oscar, wush" in said and "--calib" in said
+
+
+# ---- tasks and figures
+
+def test_report_writes_its_figures(report, shelf):
+    found = report.figures
+    names = {"none", "hadamard", "oscar", "wush", "refined"}
+    scores = ["perplexity", "excess", "kl", "same_top1"]
+    assert (found["bits"], found["k_bits"], found["v_bits"]) == (2, 2, 2)
+    assert found["model"] == str(shelf.folder)
+    for key in ["module_error", *scores]:
+        assert found[key].keys() == found["standard_error"][key].keys() == names
+    assert found["text"].keys() == found["tokens_per_second"].keys() == {"none", "refined"}
+    assert min(*found["tokens_per_second"].values(), found["seconds"]) > 0
+    elements = 2 * 2 * 2 * 16                    # keys and values, layers, KV heads, channels
+    assert found["effective_bits"] == pytest.approx(8 * found["kv_bytes_per_token"] / elements)
+    assert found["kv_bytes_per_token_none"] == 2 * elements
+
+    windows = W.Windows(16, 16, 16)
+    expected = evaluate.perplexity(report.model, report.texts, report.schemes, windows)
+    for name, row in expected.items():
+        for key in scores:
+            assert found[key][name] == pytest.approx(row[key][0], rel=1e-5)
+    errors = evaluate.module_error(report.model, report.texts, report.schemes, 0)
+    for name, (error, _) in errors.items():
+        assert found["module_error"][name] == pytest.approx(error, rel=1e-5)
+
+def test_memory_of_the_report_is_that_after_decoding(report):
+    """200 tokens, of which the last 6 came one by one."""
+    config = report.model.config
+    windows = W.Windows(16, 16, 16)
+    decoded = evaluate.cache_bytes(config, 200, report.schemes["refined"], windows, steps=6)
+    assert report.figures["kv_bytes_per_token"] == pytest.approx(decoded)
+
+def test_report_goes_on_after_its_text_from_a_packed_cache(shelf, shown, tmp_path, caches):
+    """As a model does that gets the text as a prompt; stderr says what is packed."""
+    flags = ["--eval-seqs", 1, "--eval-len", 300, "--transform", "hadamard"]
+    said = shown(argv(shelf, *flags, "--json", tmp_path / "x"))
+    text = Path(shelf.text).read_text()[:300]
+    assert "hadamard: 272 of 305 tokens are packed, and the cache holds 0." in said.err
+    assert any(cache.n_tokens == [305] and cache.n_packed == [272] for cache in caches)
+
+    found = json.loads((tmp_path / "x").read_text())["text"]
+    generate = ["--task", "generate", "--transform", "hadamard", "--raw", "--prompt", text]
+    for bits, name in ((2, "hadamard"), (16, "none")):
+        assert figures(shelf, tmp_path, *generate, "--bits", bits)["text"] == {name: found[name]}
+
+def test_prompt_of_a_report_follows_its_text(shelf, tmp_path):
+    flags = ["--eval-seqs", 1, "--raw", "--prompt", "Why?", "--transform", "hadamard"]
+    found = figures(shelf, tmp_path, *flags)["text"]
+    prompt = Path(shelf.text).read_text()[:200] + "Why?"
+    flags = ["--task", "generate", "--raw", "--prompt", prompt, "--bits", 16]
+    assert figures(shelf, tmp_path, *flags)["text"] == {"none": found["none"]}
+
+def test_generate_says_whether_anything_got_packed(shelf, shown):
+    flags = argv(shelf, "--task", "generate", "--transform", "hadamard", "--raw", "--prompt")
+    short = shown([*flags, "x" * 20]).err
+    long = shown([*flags, "x" * 200]).err
+    assert "hadamard: none of the 25 tokens is packed" in short and "16/16/16" in short
+    assert "hadamard: 160 of 205 tokens are packed" in long
+
+def test_ablation_scores_the_paper_each_part_alone_and_all_but_each(shelf, tmp_path):
+    kl = figures(shelf, tmp_path, "--task", "ablation", "--eval-seqs", 1)["kl"]
+    assert list(kl) == ["none", "paper", *PARTS, *(f"no {part}" for part in PARTS), "refined"]
+    assert len(set(kl.values())) == len(kl)
+
+def test_ablation_leaves_out_what_the_quantizer_cannot_do():
+    o = cli.parse(["--task", "ablation", "--quantizer", "affine"])
+    assert list(cli.ablations(o)) == [
+        "paper", "feedback", "exponent", "offset", "no feedback", "no exponent", "no offset"]
+
 def test_16_bits_is_off(report, shelf, tmp_path):
     off = figures(shelf, tmp_path, "--bits", 16)
-    for key in "perplexity", "text", "module_error", "kl":
+    for key in ("perplexity", "text", "module_error", "kl"):
         assert off[key] == {"none": report.figures[key]["none"]}
     assert off["effective_bits"] == 16
 
 def test_report_is_strict_json(shelf, tmp_path):
     """One sequence has no standard error; NaN is no JSON."""
+    def refuse(name):
+        pytest.fail(f"{name} is not JSON")
+
     cli.main(argv(shelf, "--eval-seqs", 1, "--task", "ppl", "--json", tmp_path / "x"))
-    json.loads((tmp_path / "x").read_text(), parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
+    json.loads((tmp_path / "x").read_text(), parse_constant=refuse)
 
-def test_same_seed_gives_the_same_text(shelf, capsys, report):
-    texts = []
-    for seed in 1, 1, 2:
-        capsys.readouterr()
-        flags = "--transforms", report.file, "--temperature", 1.5, "--seed", seed
-        cli.main(argv(shelf, "--task", "generate", *flags))
-        texts.append(capsys.readouterr().out)
-    assert texts[0] == texts[1] != texts[2]
+def test_report_of_a_model_of_few_positions_needs_no_room_after_the_text(shelf, tmp_path):
+    """Its decoding speed is measured after fewer tokens than the evaluated text has."""
+    folder = edited(shelf, tmp_path, max_position_embeddings=52)
+    flags = "--eval-len 52 --calib-len 40 --windows 2,8,4 --max-new-tokens 4 --raw --prompt x"
+    found = figures(shelf, tmp_path, *flags.split(), "--model", folder)
+    assert found["tokens_per_second"].keys() == {"none", "refined"}
 
-@pytest.mark.parametrize("flags, thinking", [([], False), (["--thinking"], True), (["--raw"], None)])
-def test_prompt_goes_through_the_chat_template_unless_raw(flags, thinking, shelf, monkeypatch, report):
-    """P14."""
-    given_, tok = [], shelf.tokenizer
-    monkeypatch.setattr(cli, "decode", lambda model, cache, prompts, *_: given_.extend(prompts) or iter([]))
-    cli.main(argv(shelf, "--task", "generate", "--transforms", report.file, "--prompt", "Why?", *flags))
-    text = "Why?" if thinking is None else "<user>Why?<bot>" + "!" * (not thinking)
-    assert given_ == [tok(text)["input_ids"]]
+def test_new_transform_and_quantizer_are_one_row_each(shelf, tmp_path, monkeypatch):
+    """They appear in report, error and perplexity, and can be chosen, without a change here."""
+    def pca(gram, hess, m=None):
+        """Rotate every block onto the principal axes of what is stored, then spread."""
+        U = torch.linalg.eigh(W.diagonal_blocks(gram, m)).eigenvectors
+        return W.hadamard(U.shape[-1]).to(U) @ U.mT
+
+    def around_zero(x, bits, clip=1.0):
+        """Place the levels evenly on ±max|x|."""
+        largest = clip * x.abs().amax(-1)
+        return largest * 2 / (2 ** bits - 1), -largest
+
+    monkeypatch.setitem(W.TRANSFORMS, "pca", W.TransformRow(pca, is_compared=True))
+    monkeypatch.setitem(W.QUANTIZERS, "around_zero", W.QuantizerRow(around_zero))
+    flags = ["--quantizer", "around_zero", "--eval-seqs", 1]
+    found = figures(shelf, tmp_path, *flags)
+    assert "pca" in found["module_error"] and "pca" in found["kl"]
+    assert "pca" in figures(shelf, tmp_path, "--task", "error", *flags)["module_error"]
+    assert "pca" in figures(shelf, tmp_path, "--task", "ppl", "--transform", "pca", *flags)["kl"]
+
+
+# ---- printing that fails, and processes
+
+def test_stdout_that_cannot_encode_gets_escapes(shelf, tmp_path, monkeypatch):
+    stream = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    monkeypatch.setattr(sys, "stdout", stream)
+    cli.main(argv(shelf, "--task", "error", "--transform", "hadamard", "--json", tmp_path / "x"))
+    cli.emit(stream, "naïve 你 \udcff\n")
+    printed = stream.buffer.getvalue().decode("ascii")
+    assert r" \xb1 0." in printed and r"na\xefve \u4f60 \udcff" in printed
+    assert json.loads((tmp_path / "x").read_text())["module_error"]
+
+def test_stdout_on_a_full_disk_is_said_and_the_json_written(shelf, tmp_path, monkeypatch, capfd):
+    """/dev/full fails as a full disk does, after its first bytes."""
+    full = open("/dev/full", "w")
+    monkeypatch.setattr(sys, "stdout", full)
+    flags = ["--task", "generate", "--transform", "hadamard"]
+    assert figures(shelf, tmp_path, *flags)["text"]["hadamard"]
+    assert capfd.readouterr().err.count("the output is lost") == 1
+
+def test_closed_pipe_leaves_the_json_and_no_traceback(shelf, tmp_path, monkeypatch, capfd):
+    """Nor does the stream complain when it is closed, as it is when Python exits."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    stream = open(writer, "w")
+    monkeypatch.setattr(sys, "stdout", stream)
+    flags = ["--task", "generate", "--transform", "hadamard"]
+    text = figures(shelf, tmp_path, *flags)["text"]["hadamard"]
+    stream.write("more")
+    stream.close()
+    assert text
+    assert "output is lost" not in capfd.readouterr().err
+
+def test_no_stdout_is_no_reason_to_fail(shelf, tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "stdout", None)
+    monkeypatch.setattr(sys, "stderr", None)
+    flags = ["--task", "generate", "--transform", "hadamard"]
+    assert figures(shelf, tmp_path, *flags)["text"]["hadamard"]
+
+def test_interrupt_keeps_the_figures_so_far(shelf, tmp_path, monkeypatch):
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli, "ppl_task", interrupted)
+    with pytest.raises(SystemExit) as exit:
+        figures(shelf, tmp_path, "--transform", "hadamard")
+    found = json.loads((tmp_path / "figures").read_text())
+    assert exit.value.code == cli.INTERRUPTED
+    assert found["interrupted"] and found["module_error"] and "kl" not in found
+
+    # Before the task there is nothing to keep.
+    (tmp_path / "figures").unlink()
+    monkeypatch.setattr(cli, "load_model", interrupted)
+    with pytest.raises(SystemExit) as exit:
+        figures(shelf, tmp_path)
+    assert exit.value.code == cli.INTERRUPTED
+    assert not (tmp_path / "figures").exists()
+
+def start(*arguments, script=W.__file__, python=()):
+    """Start the program in a process of its own."""
+    return subprocess.Popen(
+        [sys.executable, *python, str(script), *map(str, arguments)],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+def test_program_ends_without_traceback(shelf, tmp_path):
+    flags = argv(shelf, folder=edited(shelf, tmp_path, head_dim=24))
+    process = start(*flags)
+    _, said = process.communicate()
+    assert process.returncode == 1
+    assert "Traceback" not in said
+    assert "head_dim 24" in said.splitlines()[-1]
+
+def test_interrupt_of_a_process_leaves_the_json_and_no_traceback(shelf, tmp_path):
+    """The text so far is in it."""
+    flags = ["--task", "generate", "--transform", "hadamard", "--max-new-tokens", 470]
+    process = start("--model", shelf.folder, *flags, "--json", tmp_path / "x")
+    first = process.stdout.read(1)
+    process.send_signal(signal.SIGINT)
+    rest, said = process.communicate()
+    assert process.returncode == cli.INTERRUPTED, said
+    assert "Traceback" not in said
+    found = json.loads((tmp_path / "x").read_text())
+    assert found["interrupted"]
+    assert (first + rest).startswith(found["text"]["hadamard"])
+
+def test_program_runs_isolated_without_docstrings_and_through_a_link(tmp_path):
+    """-I and -P leave the script's folder out of the path, -OO takes the docstrings away."""
+    link = tmp_path / "a link.py"
+    link.symlink_to(Path(W.__file__).resolve())
+    flags = ["--task", "generate", "--bits", 16, "--max-new-tokens", 2]
+    process = start(*flags, script=link, python=["-I", "-OO"])
+    text, said = process.communicate()
+    assert process.returncode == 0, said
+    assert text.strip()

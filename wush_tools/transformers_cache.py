@@ -1,333 +1,888 @@
-"""Transformers: calibration of its models, and WushCache, its Cache of the window caches of wush_kv.py.
+"""Transformers: calibrating its models, folding values into them, and WushCache, its Cache made of window caches.
 
-With attention "wush", `update` only marks the new keys: the model hands them on, and `wush_attention` finds
-the cache's layer by the mark. With any other, `update` returns all keys and values, dequantized.
+A model runs a WushCache with any attention. With its own, `model.set_attn_implementation("wush")`, a step reads the
+packed tokens as they lie; with any other, all tokens are dequantized at every step. These are the ways of a call's
+keys k and values v, of one layer:
+
+    "wush"      update(k, v)  ->  layer.waiting    attention(q, marked keys)  ->  layer.attend  ->  window cache
+    another     update(k, v)  ->  window cache     ->  all keys and values, dequantized  ->  attention
+
+The window cache stores T_V v. `folded_values` makes the model's values come out like this; without it the layer
+transforms the values itself, and the outputs back.
 """
 import copy
 import warnings
 from contextlib import contextmanager
-from functools import cached_property
-from typing import Callable, Iterable
+from contextvars import ContextVar
+from functools import cached_property, partial
 
 import torch
-from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
 from tqdm import tqdm
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, DynamicLayer
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from wush_kv import (BITS, FOLDS, REFINEMENTS, TRANSFORMS, Scheme, WindowCache, add_moments, apply,
-                     block_size, derive, inverse_transpose, join_moments, known_parts, padding_mask,
-                     refined_codec, zero_moments)
-from wush_tools.checkpoints import check_head_dim, digest, head_dim, refuse_if
+from wush_kv import (
+    FOLDS,
+    PAPER,
+    REFINED,
+    TRANSFORMS,
+    Basis,
+    LayerMoments,
+    Refine,
+    Transforms,
+    WindowCache,
+    Windows,
+    apply,
+    derive,
+    inverse_transpose,
+    scheme_of,
+    stack_moments,
+)
+from wush_tools.checkpoints import check_head_dim, digest, explained, head_dim, write_whole
 
+
+# ----------------------------------------------------------------------------------------------------------------
+# Models
+#
+# Transformers knows several hundred architectures. A window cache serves those whose layers all attend to all
+# earlier tokens and whose queries, keys, values and outputs have one head dim. The others are refused before
+# anything is computed.
+
+def kv_heads(config):
+    """Return the number of KV heads; some configs leave it out."""
+    return getattr(config, "num_key_value_heads", None) or config.num_attention_heads
 
 def decoder_config(config):
     """Return the decoder's own config. Raises ValueError for one that a window cache would serve wrongly."""
-    c = config.get_text_config(decoder=True)
-    odd = {*(getattr(c, "layer_types", None) or [])} - {"full_attention"}
-    odd = odd or {type(x).__name__ for x in DynamicCache(config=c).layers} - {DynamicLayer.__name__}
-    refuse_if(odd, f"only layers of full attention are supported, not {', '.join(sorted(odd))}")
-    check_head_dim(head_dim(c))
-    return c
+    config = config.get_text_config(decoder=True)
+    layer_types = getattr(config, "layer_types", None) or []
+    kinds = set(layer_types) - {"full_attention"}
+    if not kinds:
+        own_layers = DynamicCache(config=config).layers
+        kinds = {type(layer).__name__ for layer in own_layers} - {DynamicLayer.__name__}
+    if kinds:
+        names = ", ".join(sorted(kinds))
+        raise ValueError(f"only layers of full attention are supported, not {names}")
 
-def attention_modules(model, *parts: str) -> list:
-    """List a model's attention modules. Raises ValueError if they lack one of `parts` by this name."""
-    modules = [m for m in model.modules() if hasattr(m, "layer_idx") and all(hasattr(m, x) for x in parts)]
-    layers = decoder_config(model.config).num_hidden_layers
-    refuse_if([m.layer_idx for m in modules] != [*range(layers)],
-              f"{len(modules)} of the model's {layers} layers have an attention with {' and '.join(parts)}")
+    # Latent attention (MLA) caches something else than keys and values; other configs have a number for each layer.
+    d = head_dim(config)
+    is_latent = getattr(config, "kv_lora_rank", None) or getattr(config, "qk_nope_head_dim", None)
+    if is_latent or getattr(config, "v_head_dim", None) not in (None, d):
+        raise ValueError(
+            "latent attention is not supported: queries, keys and values must share one head dim")
+    if type(kv_heads(config)) is not int:
+        raise ValueError("all layers must have the same number of KV heads")
+    check_head_dim(d)
+    return config
+
+def attention_modules(model, *projections):
+    """List a model's attention modules, by layer. Raises ValueError if they lack one of the named projections."""
+    config = decoder_config(model.config)
+    modules = []
+    for module in model.modules():
+        if hasattr(module, "layer_idx") and all(hasattr(module, name) for name in projections):
+            modules.append(module)
+    n_layers = config.num_hidden_layers
+    if [module.layer_idx for module in modules] != list(range(n_layers)):
+        raise ValueError(
+            f"{len(modules)} of the model's {n_layers} layers have an attention with "
+            f"{' and '.join(projections)}")
+
+    d = head_dim(config)
+    for module in modules:
+        check_width(module, "v_proj", "out_features", kv_heads(config) * d)
+        check_width(module, "o_proj", "in_features", config.num_attention_heads * d)
     return modules
 
-def register_attention(name: str, function: Callable) -> None:
+def check_width(module, name, feature, width):
+    """Refuse a projection of another width than its heads have together."""
+    found = getattr(getattr(module, name, None), feature, width)
+    if found != width:
+        raise ValueError(
+            "queries, keys, values and outputs must share one head dim, but "
+            f"{name} has {found} channels for heads of {width} together")
+
+def register_attention(name, function):
     """Let model.set_attn_implementation(name) choose `function`; its masks are those of "sdpa"."""
     AttentionInterface.register(name, function)
     AttentionMaskInterface.register(name, sdpa_mask)
 
-def grouped(query: Tensor, key: Tensor, scaling: float | None) -> Tensor:
+def grouped(query, key, scaling):
     """Group queries (b, h, t, d) by KV head, (b, g, r, t, d), scaled so that d^(-1/2) remains to be done."""
-    factor = 1.0 if scaling is None else scaling * query.shape[-1] ** 0.5
-    return (query if abs(factor - 1) < 1e-6 else query * factor).unflatten(1, (key.shape[1], -1))
+    d = query.shape[-1]
+    factor = 1.0 if scaling is None else scaling * d ** 0.5
+    if abs(factor - 1) > 1e-6:
+        query = query * factor
+    return query.unflatten(1, (key.shape[1], -1))
 
-@torch.no_grad()
-def calibrate(model, tokenizer, text: str | list[str], *, length: int = 1024, sequences: int = 16,
-              transform: str = "wush", refine=tuple(REFINEMENTS), group: int | None = None) -> dict:
-    """Derive transforms for a transformers model from `sequences` times `length` tokens of text, or fewer.
+def as_transforms(transforms):
+    """Return transforms in float32. A dictionary holds what a transforms file does: "k" and "v", perhaps feedback.
 
-    As `collect_moments` and `derive` do; `refine` is for wush and wush_a only. The model stays as it was.
-    Raises ValueError for a model that WushCache cannot serve or whose values are folded, and without text.
+    Raises ValueError unless the parts fit each other.
     """
-    modules, texts = attention_modules(model, "o_proj"), [text] if isinstance(text, str) else text
-    parts = known_parts(refine) if transform in ("wush", "wush_a") else []
-    refuse_if(transform not in TRANSFORMS, f"transform {transform!r} is not in {', '.join(TRANSFORMS)}")
-    refuse_if(hasattr(decoder_config(model.config), "wush_folded"), "the model's values are folded")
-    ids = [i for part in texts for i in tokenizer(part, add_special_tokens=False, verbose=False)["input_ids"]]
-    ids, totals = ids[:sequences * length], [{} for _ in modules]
-    refuse_if(not ids, "there is no text to calibrate on")
+    if isinstance(transforms, dict):
+        for name, side in {"k": "keys", "v": "values"}.items():
+            if name not in transforms:
+                raise ValueError(f"the transforms lack those of the {side}")
+        keys = Basis(transforms["k"], transforms.get("k_feedback"))
+        values = Basis(transforms["v"], transforms.get("v_feedback"))
+        refine = PAPER if keys.feedback is None else REFINED
+        check_transform(keys.transform)
+        n, m = keys.transform.shape[2:4]
+        transforms = Transforms(keys, values, refine, None if n == 1 else m)
+    if not isinstance(transforms, Transforms):
+        kind = type(transforms).__name__
+        raise ValueError(f"transforms come from calibrate or load_transforms, not from a {kind}")
 
-    def observe(module, query, key, value, mask, scaling=None, **how):
-        q, total = grouped(query, key, scaling), totals[module.layer_idx]
-        if not total:            # W_O as what o_proj does to I: with LoRA, quantized or offloaded weights too
-            I = torch.eye(q.shape[1:3].numel() * q.shape[-1], dtype=q.dtype, device=q.device)
-            W_O = module.o_proj(I) - module.o_proj(0 * I[:1])
-            total |= zero_moments(W_O.unflatten(0, (*q.shape[1:3], -1)), transform == "wush_a")
-        add_moments(total, q, key, value)
-        return sdpa_attention_forward(module, query, key, value, mask, scaling=scaling, **how)
+    keys, values, refine, group = transforms
+    keys = float_basis(keys, refine, group)
+    values = float_basis(values, refine, group)
+    return Transforms(keys, values, refine, group)
 
-    register_attention("wush_calibrate", observe)
-    before, modes = model.config._attn_implementation, {m: m.training for m in model.modules()}
-    try:
-        model.eval().set_attn_implementation("wush_calibrate")
-        for part in tqdm(torch.tensor(ids).split(length), "calibrate", disable=None):
-            model.base_model(part[None].to(model.device), use_cache=False)
-    finally:
-        model.set_attn_implementation(before)
-        for m, mode in modes.items():
-            m.training = mode
-    refuse_if(not all(totals), "the model's attention does not use transformers' AttentionInterface")
-    moments = join_moments([{name: x.cpu() for name, x in total.items()} for total in totals])
-    return derive(moments, transform, group, parts)
+def check_transform(T):
+    """Refuse what is no transform (l, g, n, m, m) of finite numbers."""
+    is_transform = torch.is_tensor(T) and T.is_floating_point() and T.dim() == 5
+    if not is_transform or T.shape[3] != T.shape[4]:
+        raise ValueError(
+            "a transform is a floating-point tensor of (layers, KV heads, blocks, m, m)")
+    if not T.isfinite().all():
+        raise ValueError("the transforms hold NaN or infinity")
+
+def float_basis(basis, refine, group):
+    """Return a basis in float32. Raises ValueError if it was not made with these refinements and this group."""
+    T, F = basis
+    check_transform(T)
+    if (F is not None) != refine.feedback:
+        raise ValueError("the transforms hold feedback, or their `refine` says so, but not both")
+    if F is None:
+        return Basis(T.float())
+
+    m = T.shape[-1]
+    if F.shape != T.shape or m != (group or T.shape[2] * m):
+        raise ValueError(
+            f"feedback of shape {tuple(F.shape)} does not fit blocks of {m} and groups of {group}")
+    return Basis(T.float(), F.float())
+
+
+# ----------------------------------------------------------------------------------------------------------------
+# Calibration
+#
+# The model runs over a text with an attention that adds each layer's queries, keys and values to its moments. W_O is
+# what o_proj makes of the identity, so that LoRA, quantized and offloaded weights count as they act.
+
+def calibration_tokens(model, tokenizer, text, length, sequences):
+    """Tokenize a text, or a list of texts, and cut at most `sequences` pieces of `length` tokens: a list of (t,).
+
+    Raises ValueError if there is nothing to cut, or if the model has fewer positions.
+    """
+    for name, count in {"length": length, "sequences": sequences}.items():
+        if type(count) is not int or count < 1:
+            raise ValueError(f"{name} is a number of at least 1, not {count!r}")
+    positions = getattr(decoder_config(model.config), "max_position_embeddings", None) or length
+    if length > positions:
+        raise ValueError(
+            f"a length of {length} tokens is more than the model's {positions} positions")
+    texts = [text] if isinstance(text, str) else text
+    if not isinstance(texts, (list, tuple)) or not all(isinstance(part, str) for part in texts):
+        raise ValueError("the text to calibrate on is a string or a list of strings")
+
+    ids = []
+    for part in texts:
+        ids += tokenizer(part, add_special_tokens=False, verbose=False)["input_ids"]
+    if not ids:
+        raise ValueError("there is no text to calibrate on: it has no tokens")
+    asked = sequences * length
+    if len(ids) < asked / 2:
+        warnings.warn(
+            f"the text has {len(ids)} tokens to calibrate on, {asked} were asked for: with few "
+            "tokens the transforms fit them only", stacklevel=3)
+    return torch.tensor(ids[:asked], device="cpu").split(length)
 
 @contextmanager
-def folded_values(model, T_V: Tensor):
-    """Fold T_V (l, g, n, m, m) into a model for a while; its config is marked, for WushCache to see.
+def observed_attention(model, observe):
+    """Run a model with `observe` as its attention, in evaluation mode; afterwards all is as it was."""
+    before = model.config._attn_implementation
+    modes = {module: module.training for module in model.modules()}
+    register_attention("wush_calibrate", observe)
+    try:
+        model.eval().set_attn_implementation("wush_calibrate")
+        yield
+    finally:
+        model.set_attn_implementation(before)
+        for module, mode in modes.items():
+            module.training = mode
+
+        # The register lives as long as the process, and must not hold on to the moments.
+        register_attention("wush_calibrate", sdpa_attention_forward)
+
+def output_projection(module, q):
+    """Return W_O as blocks of query heads, (g, r, d, D), for queries q (b, g, r, t, d)."""
+    g, r, d = q.shape[1], q.shape[2], q.shape[4]
+    I = torch.eye(g * r * d, dtype=q.dtype, device=q.device)
+    bias = module.o_proj(0 * I[:1])
+    return (module.o_proj(I) - bias).unflatten(0, (g, r, d))
+
+def is_autocast(device):
+    return torch.amp.is_autocast_available(device.type) and torch.is_autocast_enabled(device.type)
+
+@contextmanager
+def full_precision(device):
+    """Compute in the tensors' own dtypes, whatever torch.autocast says outside."""
+    if not is_autocast(device):
+        yield
+        return
+    with torch.autocast(device.type, enabled=False):
+        yield
+
+def collect(model, sequences, attention_aware):
+    """Sum the moments of a transformers model over sequences (t,), as `collect_moments` does over ours."""
+    modules = attention_modules(model, "o_proj")
+    moments = [None] * len(modules)
+
+    def observe(module, query, key, value, mask, scaling=None, **options):
+        if key.shape != value.shape or query.shape[-1] != key.shape[-1]:
+            raise ValueError("queries, keys, values and outputs must share one head dim")
+        l = module.layer_idx
+        with full_precision(query.device):
+            q = grouped(query, key, scaling)
+            if moments[l] is None:
+                moments[l] = LayerMoments(output_projection(module, q), attention_aware)
+            moments[l].add(q, key, value)
+        return sdpa_attention_forward(module, query, key, value, mask, scaling=scaling, **options)
+
+    with observed_attention(model, observe):
+        for ids in tqdm(sequences, "calibrate", unit="seq", disable=None):
+            model.base_model(ids[None].to(model.device), use_cache=False)
+            if None in moments:
+                raise ValueError(
+                    "the model's attention does not use transformers' AttentionInterface")
+
+    # The layers may live on several devices.
+    for layer in moments:
+        layer.total = {name: total.cpu() for name, total in layer.total.items()}
+    return stack_moments(moments)
+
+@torch.no_grad()
+def calibrate(
+        model,
+        tokenizer,
+        text,
+        *,
+        length=1024,
+        sequences=16,
+        transform="wush",
+        refine=REFINED,
+        group=None):
+    """Derive transforms for a transformers model from `sequences` pieces of `length` tokens of a text, or fewer.
+
+    The model stays as it was. Raises ValueError for a model that WushCache cannot serve or whose values are folded.
+    """
+    if transform not in TRANSFORMS:
+        raise ValueError(f"there is no transform {transform!r}, only {', '.join(TRANSFORMS)}")
+    if not isinstance(refine, Refine):
+        raise ValueError(f"refine is a Refine, such as REFINED or PAPER, not {refine!r}")
+    config = decoder_config(model.config)
+    if group is not None and (type(group) is not int or group < 1 or head_dim(config) % group):
+        raise ValueError(f"groups of {group} channels do not divide a head of {head_dim(config)}")
+    if any(is_folded(module) for module in attention_modules(model, "o_proj")):
+        raise ValueError("the model's values are folded: calibrate the model as it was")
+
+    pieces = calibration_tokens(model, tokenizer, text, length, sequences)
+    moments = collect(model, pieces, TRANSFORMS[transform].is_attention_aware)
+    return derive(moments, transform, refine, group)
+
+
+# ----------------------------------------------------------------------------------------------------------------
+# Folding and sharding
+#
+# A fold changes the weights of a model for a while, and a cache must know: values come out transformed. Since a cache
+# may have been copied, pickled or loaded, it asks the attention module that runs, whose hooks announce the fold.
+
+FOLD = ContextVar("FOLD", default=None)      # the digest of the T_V that the running module's values went through
+
+class Announcement:
+    """Hooks on an attention module which set FOLD while it runs: `WushCache.update` is not told which module calls."""
+
+    def __init__(self, T):
+        self.digest = digest(T)
+
+    def begin(self, module, arguments):
+        FOLD.set(self.digest)
+
+    def end(self, module, arguments, output):
+        FOLD.set(None)
+
+    def attach(self, module):
+        """Return the handles that remove the hooks."""
+        before = module.register_forward_pre_hook(self.begin)
+        after = module.register_forward_hook(self.end, always_call=True)
+        return [before, after]
+
+def is_folded(module):
+    hooks = module._forward_pre_hooks.values()
+    return any(isinstance(getattr(hook, "__self__", None), Announcement) for hook in hooks)
+
+def in_range(T_V):
+    """Scale each head's T_V (..., g, n, m, m) by a power of two, so that no |T v| is larger than the largest |v|.
+
+    In float16 it might overflow otherwise. In float32 and bfloat16 the powers of two change no digit.
+    """
+    row_sums = T_V.abs().sum(-1).amax((-2, -1))                  # (..., g)
+    exponent = row_sums.log2().ceil().clamp(min=0)
+    return T_V * torch.exp2(-exponent)[..., None, None, None]
+
+def foldable_parameters(module):
+    """Map names of FOLDS to the weights of an attention. Raises ValueError if they are not plain numbers."""
+    parameters = {}
+    for name, parameter in module.named_parameters():
+        if name == "o_proj.bias" or not name.startswith(("v_proj", "o_proj")):
+            continue
+        if name not in FOLDS or not parameter.is_floating_point() or parameter.is_meta:
+            raise ValueError(
+                "values fold into plain weights, not into quantized or offloaded ones, nor LoRA's")
+        parameters[name] = parameter
+    return parameters
+
+@contextmanager
+def folded_values(model, transforms):
+    """Fold T_V into a model for a while: its values come out transformed, which saves WushCache that work.
 
     Raises ValueError for a model that is folded already, or of other heads, or without plain weights.
     """
-    modules, config = attention_modules(model, "v_proj", "o_proj"), decoder_config(model.config)
-    refuse_if(hasattr(config, "wush_folded"), "this model's values are folded already")
-    folds = [(p, name, T) for m, T in zip(modules, T_V) for name, p in m.named_parameters()
-             if name.startswith(("v_proj", "o_proj")) and name != "o_proj.bias"]
-    plain = all(name in FOLDS and p.is_floating_point() and not p.is_meta for p, name, _ in folds)
-    refuse_if(not plain, "values fold into plain weights, not into quantized or offloaded ones, nor LoRA's")
-    refuse_if(T_V.shape[:4].numel() != sum(len(m.v_proj.weight) for m in modules), "T_V is of another shape")
-    before = [p.data for p, *_ in folds]
+    T_V = as_transforms(transforms).values.transform
+    modules = attention_modules(model, "v_proj", "o_proj")
+    if any(is_folded(module) for module in modules):
+        raise ValueError("this model's values are folded already")
+    parameters = [foldable_parameters(module) for module in modules]
+    channels = sum(len(module.v_proj.weight) for module in modules)
+    if len(T_V) != len(modules) or T_V.shape[:4].numel() != channels:
+        raise ValueError(f"T_V of shape {tuple(T_V.shape)} is not of the model's layers and heads")
+
+    plain = [{name: p.data for name, p in of_layer.items()} for of_layer in parameters]
+    handles = []
     try:
-        for p, name, T in folds:
-            p.data = FOLDS[name](T.to(p.device), p.data)
-        config.wush_folded = [digest(T) for T in T_V]
+        for module, of_layer, T in zip(modules, parameters, T_V):
+            for name, parameter in of_layer.items():
+                parameter.data = FOLDS[name](in_range(T).to(parameter.device), parameter.data)
+            handles += Announcement(T).attach(module)
         yield model
     finally:
-        for (p, *_), data in zip(folds, before):
-            p.data = data
-        vars(config).pop("wush_folded", None)
+        for of_layer, data in zip(parameters, plain):
+            for name, parameter in of_layer.items():
+                parameter.data = data[name]
+        for handle in handles:
+            handle.remove()
 
-def shard_transforms(tensors: dict[str, Tensor], rank: int, world_size: int) -> dict[str, Tensor]:
+def shard_transforms(transforms, rank, world_size):
     """Take the KV heads of one rank of a tensor-parallel model; where ranks exceed heads, they share them.
 
     Raises ValueError if neither number divides the other.
     """
-    heads = tensors["k"].shape[1]
-    refuse_if(not 0 <= rank < world_size, f"rank {rank} is not one of {world_size}")
-    refuse_if(heads % world_size and world_size % heads, f"{heads} KV heads do not go to {world_size} ranks")
-    first, count = rank * heads // world_size, max(heads // world_size, 1)
-    return {key: t[:, first:first + count].contiguous() for key, t in tensors.items()}
+    keys, values, refine, group = as_transforms(transforms)
+    heads = keys.transform.shape[1]
+    if not 0 <= rank < world_size:
+        raise ValueError(f"rank {rank} is not one of {world_size}")
+    if heads % world_size and world_size % heads:
+        raise ValueError(f"{heads} KV heads do not go to {world_size} ranks")
+    first = rank * heads // world_size
+    own = slice(first, first + max(heads // world_size, 1))
 
-def left_padding(mask: Tensor, batch: int, length: int) -> list[int]:
+    def shard(basis):
+        F = None if basis.feedback is None else basis.feedback[:, own].contiguous()
+        return Basis(basis.transform[:, own].contiguous(), F)
+
+    return Transforms(shard(keys), shard(values), refine, group)
+
+
+# ----------------------------------------------------------------------------------------------------------------
+# Attention "wush"
+#
+# Transformers calls an attention with the keys that the cache's `update` has returned. Ours finds by them the layer
+# of the cache, which has kept the call's keys and values until the queries are there too.
+
+# The padding that each living mask shows: it is read once for all layers of a call, since reading waits for a GPU.
+PADDING = WeakTensorKeyDictionary()
+
+def row_padding(mask, batch, length):
     """Read each row's left padding from the mask (b, 1, t, length) of the last t tokens.
 
     Raises ValueError for one that shows a query anything but all columns from the padding up to its own.
     """
-    seen = mask if mask.dtype == torch.bool else mask == 0
-    known = mask.dtype == torch.bool or (seen | (mask <= torch.finfo(mask.dtype).min / 2)).all()
-    wrong = f"attention 'wush' serves causal masks with padding at the left only, of {length} columns"
-    refuse_if(not known or mask.dim() != 4 or mask.shape[1] != 1 or mask.shape[3] != length, wrong)
-    seen, t = seen.expand(batch, -1, -1, -1), mask.shape[2]
-    pad = (length - seen[:, 0, -1].sum(-1)).tolist()
-    own = torch.arange(length - t, length, device=mask.device)[:, None]      # each query's column
-    padding = own < torch.tensor(pad, device=mask.device)[:, None, None, None]
-    refuse_if(not ((seen == padding_mask(pad, t, length, mask.device)) | padding).all(), wrong)
-    return pad
+    refusal = (
+        f"attention 'wush' serves causal masks with padding at the left only, of {length} columns")
+    if mask.dim() != 4 or mask.shape[1] != 1 or mask.shape[3] != length:
+        raise ValueError(refusal)
+    visible = mask
+    if mask.dtype != torch.bool:
+        # Numbers that are added to the scores: zero, or so low that nothing is left.
+        visible = mask == 0
+        is_hidden = mask <= torch.finfo(mask.dtype).min / 2
+        if not (visible | is_hidden).all():
+            raise ValueError(refusal)
 
-def wush_attention(module, query, key, value, mask, scaling=None, dropout=0.0, **how) -> tuple:
+    # The last query tells the padding, and every other query must agree.
+    visible = visible[:, 0].expand(batch, -1, -1)                # (b, t, length)
+    t = visible.shape[1]
+    if t == 0:
+        return [0] * batch
+    pad = length - visible[:, -1].sum(-1)
+    columns = torch.arange(length, device=mask.device)
+    own_column = columns[length - t:, None]
+    is_padding = columns < pad[:, None, None]
+    expected = (columns <= own_column) & ~is_padding
+    is_padding_query = own_column < pad[:, None, None]
+    if not ((visible == expected) | is_padding_query).all():
+        raise ValueError(refusal)
+    return pad.tolist()
+
+class NoGradient(torch.autograd.Function):
+    """Pass x on; if `like` wants gradients, a backward pass raises instead of leaving them out."""
+
+    @staticmethod
+    def forward(context, x, like):
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(context, gradient):
+        raise ValueError("WushCache passes no gradients on")
+
+def without_gradient(x, like):
+    with torch.enable_grad():
+        return NoGradient.apply(x.detach(), like)
+
+def wush_attention(module, query, key, value, mask, scaling=None, dropout=0.0, **options):
     """Attend through the window cache whose `update` these keys come from; without one, as "sdpa" does."""
-    if (layer := getattr(key, "wush_layer", None)) is None:
-        return sdpa_attention_forward(module, query, key, value, mask, dropout, scaling, **how)
-    refuse_if(not layer.waiting, "attention 'wush' was given the keys of another layer")
-    layer.waiting = False        # a refusal leaves the cache fit for the next call
-    odd = [x for x in ("softcap", "s_aux", "sliding_window", "position_bias") if how.get(x) is not None]
-    odd += ["dropout"] * (dropout > 0) + ["is_causal=False"] * (how.get("is_causal") is False)
-    refuse_if(odd, f"attention 'wush' knows no {' and no '.join(odd)}")
-    o = layer.attend(grouped(query, key, scaling), key, value, mask)
+    layer = getattr(key, "wush_layer", None)
+    if layer is None:
+        return sdpa_attention_forward(module, query, key, value, mask, dropout, scaling, **options)
+    k, v = layer.take_waiting()
+    layer.config = module.config         # the cache's own may have been a copy of the model's
+
+    unknown = []
+    for name in ("softcap", "s_aux", "sliding_window", "position_bias"):
+        if options.get(name) is not None:
+            unknown.append(name)
+    if dropout > 0:
+        unknown.append("dropout")
+    if options.get("is_causal") is False:
+        unknown.append("is_causal=False")
+    if unknown:
+        raise ValueError(f"attention 'wush' knows no {' and no '.join(unknown)}")
+
+    o = layer.attend(grouped(query, k, scaling), k, v, mask)     # (b, g, r, t, d)
     return o.flatten(1, 2).transpose(1, 2).contiguous(), None
 
-register_attention("wush", wush_attention)           # may be chosen before a WushCache is made
+register_attention("wush", wush_attention)                       # may be chosen before a WushCache exists
 
-def without_gradient(x: Tensor, like: Tensor) -> Tensor:
-    """Detach x; if `like` wants gradients, a backward pass through x raises instead of leaving them out."""
-    x = x.detach()
-    if like.requires_grad:
-        x.requires_grad_().register_hook(lambda _: refuse_if(True, "WushCache passes no gradients on"))
-    return x
+
+# ----------------------------------------------------------------------------------------------------------------
+# What generation does to a window cache
+#
+# Transformers drops tokens of a cache, reorders its rows, copies it, and saves it. Tokens that are packed stay packed,
+# as they are.
+
+def crop(window, count):
+    """Drop the last `count` tokens of every row."""
+    sink = window.windows.sink
+    window.n_tokens = [max(n - count, 0) for n in window.n_tokens]
+    rows = zip(window.n_packed, window.n_tokens)
+    window.n_packed = [min(packed, max(n - sink, 0)) for packed, n in rows]
+
+def change_buffers(store, change):
+    """Replace each buffer x (b, g, capacity, ...) of a store by change(x)."""
+    store.sink, store.codes, store.pairs, store.recent = [change(x) for x in store.buffers()]
+
+def select(window, rows):
+    """Keep these batch rows, a list of indices, in this order, some perhaps several times."""
+    index = torch.tensor(rows, device=window.keys.recent.device)
+    for store in (window.keys, window.values):
+        change_buffers(store, partial(torch.index_select, dim=0, index=index))
+    window.n_tokens = [window.n_tokens[row] for row in rows]
+    window.n_packed = [window.n_packed[row] for row in rows]
+
+def copied(window):
+    """Copy the tokens of a window cache; the transforms are shared."""
+    window = copy.copy(window)
+    window.n_tokens = list(window.n_tokens)
+    window.n_packed = list(window.n_packed)
+    window.keys = copy.copy(window.keys)
+    window.values = copy.copy(window.values)
+    for store in (window.keys, window.values):
+        change_buffers(store, torch.clone)
+    return window
+
+def state(window):
+    """Return all that a window cache holds, without its spare room for packed tokens, for `restore`."""
+    packed = max(window.n_packed)
+
+    def held(store):
+        codes = store.codes[:, :, :packed].clone()
+        pairs = store.pairs[:, :, :packed].clone()
+        return [store.sink.clone(), codes, pairs, store.recent.clone()]
+
+    return {
+        "n_tokens": list(window.n_tokens),
+        "n_packed": list(window.n_packed),
+        "keys": held(window.keys),
+        "values": held(window.values),
+    }
+
+def restore(window, saved):
+    """Fill an empty window cache with what `state` returned. Raises ValueError for the state of another shape."""
+    window.n_tokens = list(saved["n_tokens"])
+    window.n_packed = list(saved["n_packed"])
+    for store, buffers in [(window.keys, saved["keys"]), (window.values, saved["values"])]:
+        device = store.recent.device
+        for empty, buffer in zip(store.buffers(), buffers):
+            check_buffer(buffer, empty)
+        store.sink, store.codes, store.pairs, store.recent = [
+            buffer.to(device, copy=True) for buffer in buffers]
+
+def check_buffer(buffer, empty):
+    """Refuse a buffer that does not stand in for an empty one: only the numbers of tokens may differ."""
+    same_rows = buffer.shape[:2] == empty.shape[:2]
+    same_numbers = buffer.shape[3:] == empty.shape[3:] and buffer.dtype == empty.dtype
+    if not same_rows or not same_numbers:
+        raise ValueError(f"its tokens are of shape {tuple(buffer.shape)} and {buffer.dtype}")
+
+
+# ----------------------------------------------------------------------------------------------------------------
+# The cache
+#
+# A WushCache is a WushLayer per layer of the model, and a WushLayer is a WindowCache, made when the first keys show
+# the batch, the dtype and the device, and the translation of transformers' calls into its own.
+
+def shows_padding(options):
+    """Say whether the options of `update` show padding: two neighbours of a row at the same position."""
+    for part in options:
+        part = part if isinstance(part, dict) else {}
+        positions = part.get("position_ids")                     # (b, t), or of images too (3, b, t)
+        if positions is not None:
+            positions = positions.view(-1, *positions.shape[-2:])[0, ..., None]
+        else:
+            positions = part.get("cos")                          # transformers 5.0: rotations (b, t, d)
+        if positions is not None:
+            is_repeated = positions[:, 1:] == positions[:, :-1]
+            return bool(is_repeated.all(-1).any())
+    return False
 
 class WushLayer:
-    """A layer of WushCache: a WindowCache of k and T_V v, made where the first keys are.
+    """A layer of WushCache: a WindowCache of k and T_V v.
 
     `length` counts padding, as transformers does; the windows hold none of it if "wush" attended.
     """
-    is_compileable = is_sliding = False
-    is_croppable = supports_early_init = True
+    is_compileable = False
+    is_sliding = False
+    is_croppable = True
+    supports_early_init = True
 
-    def __init__(self, config, l: int, scheme: Scheme, windows: tuple):
-        self.config, self.l, self.scheme, self.windows = config, l, scheme, windows
+    def __init__(self, config, l, T_V, scheme, windows):
+        self.config = config
+        self.l = l
+        self.given_T_V = T_V             # of this layer, (g, n, m, m)
+        self.scheme = scheme             # of all layers
+        self.windows = windows
         self.reset()
 
-    @cached_property
-    def T_V_digest(self) -> str:
-        return digest(self.scheme.tensors["v"][self.l])
+    def reset(self):
+        self.window = None
+        self.length = 0
+        self.waiting = None              # this call's keys and values, until attention "wush" takes them
 
-    def __deepcopy__(self, memo: dict):
+    def __deepcopy__(self, memo):
         """Copy the tokens, share the rest: the transforms, and the model's config, which may yet change."""
         new = copy.copy(self)
-        new.window = copy.deepcopy(self.window, memo)
+        new.window = None if self.window is None else copied(self.window)
         return new
 
-    def reset(self) -> None:
-        self.window, self.length, self.waiting, self.is_folded = None, 0, False, False
+    @cached_property
+    def digest(self):
+        return digest(self.given_T_V)
 
     @property
-    def is_initialized(self) -> bool:
+    def is_initialized(self):
         return self.window is not None
 
-    def lazy_initialization(self, k: Tensor, v: Tensor | None = None) -> None:
-        """Make the window cache, or take it along to the device of k."""
-        if self.window is not None and self.window.recent[0].device == k.device:
+    def lazy_initialization(self, k, v=None):
+        """Make the window cache for keys like k (b, g, t, d), or take it along to their device."""
+        if self.window is not None and self.window.keys.recent.device == k.device:
             return
-        state = self.window and self.window.state()
-        keys, values = (self.scheme.of(side, self.l, k.device) for side in "kv")
-        refuse_if(k.shape[1::2] != (len(keys.T), keys.T.shape[1] * keys.T.shape[2]),
-                  f"keys are {k.shape[1]} heads of {k.shape[3]} here, the transforms {tuple(keys.T.shape)}")
-        self.T_V, self.T_V_inverse = values.T, inverse_transpose(values.T).mT
-        self.window = WindowCache(len(k), k.shape[1], k.shape[3], keys, values, *self.windows, k.dtype,
-                                  k.device)
-        if state:
-            self.window.restore(state)
+        before = None if self.window is None else state(self.window)
+
+        g, n, m = self.given_T_V.shape[:3]
+        batch, heads, _, d = k.shape
+        if (heads, d) != (g, n * m):
+            raise ValueError(
+                f"the keys are {heads} heads of {d} channels, the transforms {g} heads of {n * m}")
+        self.T_V = in_range(self.given_T_V.to(k.device))
+        self.T_V_inverse = inverse_transpose(self.T_V).mT
+        scheme = self.scheme.folded().layer(self.l, k.device)
+        self.window = WindowCache(batch, heads, d, scheme, self.windows, k.dtype, k.device)
+        if before is not None:
+            restore(self.window, before)
+
+    def check(self, k, v):
+        """Refuse keys and values that are not like those in the window cache."""
+        batch, heads, _, d = self.window.keys.recent.shape
+        if k.dim() != 4 or k.shape != v.shape:
+            raise ValueError(
+                f"keys of shape {tuple(k.shape)} and values of shape {tuple(v.shape)} "
+                "do not share one shape")
+        if len(k) != batch:
+            raise ValueError(f"a batch of {len(k)} meets a cache of {batch}")
+        if (k.shape[1], k.shape[3]) != (heads, d):
+            raise ValueError(
+                f"{k.shape[1]} heads of {k.shape[3]} channels meet a cache of {heads} heads of {d}")
+        dtype = self.window.keys.recent.dtype
+        if k.dtype != dtype and not is_autocast(k.device):
+            raise ValueError(f"keys in {k.dtype} meet a cache in {dtype}")
+        if FOLD.get() not in (None, self.digest):
+            raise ValueError("the model has another T_V folded in than that of the cache")
 
     @torch.inference_mode(False)             # what is begun in inference mode may go on outside of it
     @torch.no_grad()
-    def update(self, k: Tensor, v: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
-        """Take in a call's keys and values (b, g, t, d): hand them to "wush", or return all cached ones."""
+    def update(self, k, v, *args, **kwargs):
+        """Take in a call's keys and values (b, g, t, d): keep them for "wush", or return all cached ones."""
         self.lazy_initialization(k)
-        refuse_if(self.waiting, "the last call's keys never came to attention 'wush': is the cache's config "
-                                "the model's?")
-        refuse_if(len(k) != len(self.window.n), f"a batch of {len(k)} meets a cache of {len(self.window.n)}")
-        folded = getattr(self.config, "wush_folded", None)       # by `folded_values`, layer by layer
-        refuse_if(folded and folded[self.l] != self.T_V_digest, "the model has another T_V folded in")
-        self.is_folded = bool(folded)
+        self.check(k, v)
         if self.config._attn_implementation == "wush":
-            marked, self.waiting = k.view_as(k), True            # the caller's own tensor stays as it is
+            # There is no other way to tell the attention which layer it serves: `wush_layer` is set on a tensor of
+            # our own. Another attention would find NaN for all cached tokens, and `WushCache` refuses to go on.
+            self.waiting = (k, v)
+            batch, heads, t, d = k.shape
+            marked = k.new_full((), torch.nan).expand(batch, heads, self.length + t, d)
             marked.wush_layer = self
-            return marked, v
+            return marked, marked
+
         if self.l == 0 and self.length == 0:
-            warnings.warn("WushCache dequantizes all tokens at every step; to read the packed ones instead: "
-                          "model.set_attn_implementation('wush')", stacklevel=4)
-        self.length += k.shape[2]
-        self.window.append(k, self.transformed(v, self.T_V), [0] * len(k))
-        cached = self.keys, self.values
-        self.window.flush()
-        return tuple(without_gradient(x, k) for x in cached)
+            self.warn([*args, *kwargs.values()])
+        with full_precision(k.device):
+            dtype = self.window.keys.recent.dtype
+            self.window.append(k.to(dtype), self.transformed(v.to(dtype)), [0] * len(k))
+            self.length += k.shape[2]
+            keys = self.keys
+            values = self.values
+            self.window.flush()
+        return without_gradient(keys, k), without_gradient(values, v)
+
+    def warn(self, options):
+        """Say what a model pays that does not run attention "wush"."""
+        warnings.warn(
+            "WushCache dequantizes all tokens at every step; to read the packed ones instead: "
+            "model.set_attn_implementation('wush')", stacklevel=6)
+        if shows_padding(options):
+            warnings.warn(
+                "WushCache stores left padding like text, which costs bytes and quality; to leave "
+                "it out: model.set_attn_implementation('wush')", stacklevel=6)
 
     @property
-    def keys(self) -> Tensor:
+    def keys(self):
         """All cached keys (b, g, s, d), dequantized; padding that was left out is zero."""
-        return self.window.read(0, self.length)
+        return self.window.read(self.window.keys, self.length)
 
     @property
-    def values(self) -> Tensor:
-        return self.transformed(self.window.read(1, self.length), self.T_V_inverse)
+    def values(self):
+        v = self.window.read(self.window.values, self.length)
+        return self.transformed_back(v)
 
-    def transformed(self, v: Tensor, T: Tensor) -> Tensor:
-        return v if self.is_folded else apply(T, v).to(v.dtype)
+    def transformed(self, v):
+        """Return T_V v, as a folded model's values are already."""
+        return v if FOLD.get() else apply(self.T_V, v).to(v.dtype)
+
+    def transformed_back(self, v):
+        return v if FOLD.get() else apply(self.T_V_inverse, v).to(v.dtype)
+
+    def take_waiting(self):
+        """Hand over the keys and values of this call. Whatever comes next, the cache is fit for another call."""
+        if self.waiting is None:
+            raise ValueError("attention 'wush' was given the keys of another call")
+        k, v = self.waiting
+        self.waiting = None
+        return k, v
 
     @torch.inference_mode(False)
     @torch.no_grad()
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+    def attend(self, q, k, v, mask):
         """Attend as WindowCache does, by the padding that the mask shows, which must not change."""
         before = self.length
-        if mask is not None and (self.l == 0 or not hasattr(mask, "wush_pad")):      # once for all layers
-            mask.wush_pad = left_padding(mask, len(k), before + k.shape[2])
-        pad = [0] * len(k) if mask is None else mask.wush_pad
-        refuse_if([min(p, before) for p in pad] != [before - n for n in self.window.n],
-                  "the mask hides other columns than were padding when they were cached")
-        self.length += k.shape[2]
-        o = self.window.attend(q, k, self.transformed(v, self.T_V), [max(p - before, 0) for p in pad])
-        return without_gradient(self.transformed(o, self.T_V_inverse), q)
+        batch, t = k.shape[0], k.shape[2]
+        pad = [0] * batch
+        if mask is not None:
+            if self.l == 0 or mask not in PADDING:
+                PADDING[mask] = row_padding(mask, batch, before + t)
+            pad = PADDING[mask]
+        left_out = [before - n for n in self.window.n_tokens]
+        if [min(padding, before) for padding in pad] != left_out:
+            raise ValueError("the mask hides other columns than were padding when they were cached")
 
-    def get_seq_length(self, *args) -> int:
+        with full_precision(k.device):
+            dtype = self.window.keys.recent.dtype
+            new_pad = [max(padding - before, 0) for padding in pad]
+            v = self.transformed(v.to(dtype))
+            o = self.window.attend(q.to(dtype), k.to(dtype), v, new_pad)
+            o = self.transformed_back(o)
+        self.length += t
+        return without_gradient(o, q)
+
+    def get_seq_length(self, *args):
         return self.length
 
-    def get_mask_sizes(self, query) -> tuple[int, int]:
+    def get_mask_sizes(self, query):
         """Return (length with the new tokens, 0); transformers 5.0 gives the tokens' positions."""
-        return self.length + (query if isinstance(query, int) else len(query)), 0
+        t = query if isinstance(query, int) else len(query)
+        return self.length + t, 0
 
-    def get_max_length(self) -> int:
+    def get_max_length(self):
         return -1
 
     get_max_cache_shape = get_max_length
 
-    def crop(self, tokens: int) -> None:
+    def crop(self, tokens):
         """Drop the last −tokens tokens; a positive number is the length to keep, as in transformers 5.0."""
         count = min(-tokens, self.length) if tokens <= 0 else max(self.length - tokens, 0)
         if self.window is not None:
-            self.window.crop(count)
+            crop(self.window, count)
         self.length -= count
 
-    def batch_select_indices(self, indices: Tensor) -> None:
+    def batch_select_indices(self, indices):
+        """Keep these rows of the batch: indices, also negative ones, or a mask."""
         if self.window is not None:
-            self.window.select(indices)
+            rows = torch.arange(len(self.window.n_tokens), device="cpu")
+            select(self.window, rows[indices.cpu()].tolist())
 
     reorder_cache = batch_select_indices
 
-    def batch_repeat_interleave(self, repeats: int) -> None:
+    def batch_repeat_interleave(self, repeats):
         if self.window is not None:
-            self.window.select(torch.arange(len(self.window.n)).repeat_interleave(repeats))
+            rows = range(len(self.window.n_tokens))
+            select(self.window, [row for row in rows for _ in range(repeats)])
 
-CacheLayerMixin.register(WushLayer)
+CacheLayerMixin.register(WushLayer)      # by name only: the mixin's own `keys`, `values` and `reset` hold tensors
+
+def check_windows(windows):
+    """Return windows as Windows. Raises ValueError unless they are three whole numbers, none too small."""
+    wrong = not isinstance(windows, (tuple, list)) or len(windows) != 3
+    wrong = wrong or any(type(tokens) is not int or tokens < 0 for tokens in windows)
+    if wrong or windows[2] < 1:
+        raise ValueError(
+            f"windows are whole numbers, sink >= 0, keep >= 0 and flush >= 1, not {windows!r}")
+    return Windows(*windows)
+
+def check_bits(bits):
+    """Return bits as one number or a pair. Raises ValueError for a list of another length."""
+    if isinstance(bits, (tuple, list)):
+        if len(bits) != 2:
+            raise ValueError(f"bits are one number, or those of keys and of values, not {bits!r}")
+        return tuple(bits)
+    return bits
+
+def check_fit(config, transforms):
+    """Refuse transforms of other layers, heads or head dims than the model's."""
+    layers = config.num_hidden_layers
+    d = head_dim(config)
+    heads = kv_heads(config)
+    for basis in (transforms.keys, transforms.values):
+        l, g, n, m, _ = basis.transform.shape
+        if l != layers:
+            raise ValueError(f"the transforms are of {l} layers, the model has {layers}")
+        if n * m != d:
+            raise ValueError(f"the transforms are of head dim {n * m}, the model's is {d}")
+
+        # A rank of a tensor-parallel model has a share of the heads.
+        if g < 1 or heads % g:
+            raise ValueError(f"the transforms are of {g} KV heads, the model has {heads}")
+    if transforms.keys.transform.shape[1] != transforms.values.transform.shape[1]:
+        raise ValueError("the transforms of keys and of values are not of the same heads")
+
+SAVED = "WushCache 2"      # the format of what `WushCache.save` writes
 
 class WushCache(Cache):
     """A transformers Cache in few bits: WushCache(model.config, transforms, bits=2).
 
-    `transforms` come from `calibrate` or `load_transforms`; `refine` says which REFINEMENTS they were made
-    with, by default all if they hold feedback, else none. The windows are WindowCache's, `group` is Codec's,
-    16 bits is off. Raises ValueError for what it cannot serve.
+    `transforms` come from `calibrate` or `load_transforms`, or are {"k": T_K, "v": T_V} as serving reads them; `bits`
+    are 2, 3, 4, 8 or, for off, 16: one number or (of keys, of values). Raises ValueError for what it cannot serve.
     """
 
-    def __init__(self, config, transforms: dict[str, Tensor], bits: int = 2, k_bits: int | None = None,
-                 v_bits: int | None = None, sink: int = 16, keep: int = 128, flush: int = 16,
-                 group: int | None = None, refine: Iterable[str] | None = None):
-        c, widths = decoder_config(config), (k_bits or bits, v_bits or bits)
-        refuse_if(not {"k", "v"} <= {*transforms}, "the transforms lack those of the keys or of the values")
-        refuse_if(not {*widths} <= {*BITS}, f"{widths} bits: they are in {BITS}")
-        refuse_if(any(len(t) != c.num_hidden_layers for t in transforms.values()),
-                  f"the transforms are of {len(transforms['k'])} layers, the model has {c.num_hidden_layers}")
-        if refine is None:
-            refine = "all" if "k_feedback" in transforms else "off"
-        refine = known_parts(refine)
-        group = group or block_size(transforms)
-        self.how = dict(transforms=transforms, k_bits=widths[0], v_bits=widths[1], sink=sink, keep=keep,
-                        flush=flush, group=group, refine=refine)
-        scheme = Scheme(*[refined_codec(b, refine, group) for b in widths], transforms)
-        windows = sink, keep, flush
-        super().__init__(layers=[WushLayer(c, l, scheme, windows) for l in range(c.num_hidden_layers)])
+    def __init__(self, config, transforms, bits=2, windows=Windows()):
+        config = decoder_config(config)
+        transforms = as_transforms(transforms)
+        check_fit(config, transforms)
+        self.config = config
+        self.transforms = transforms
+        self.bits = check_bits(bits)
+        self.windows = check_windows(windows)
+
+        scheme = scheme_of(transforms, self.bits)
+        layers = []
+        for l, T_V in enumerate(transforms.values.transform):
+            layers.append(WushLayer(config, l, T_V, scheme, self.windows))
+        super().__init__(layers=layers)
+
+    def update(self, key_states, value_states, layer_idx, *args, **kwargs):
+        """Take in the keys and values of a layer, once the layer before has attended: see `WushLayer.update`."""
+        # Layer 0 follows the last layer of the call before.
+        previous = self.layers[layer_idx - 1]
+        if previous.waiting is not None:
+            previous.waiting = None
+            raise ValueError(
+                "the keys of another layer never came to attention 'wush': make the cache with the "
+                "config of the model that runs, WushCache(model.config, ...)")
+        return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 
     @property
-    def nbytes(self) -> int:
-        """Bytes of all storage held, spare capacity included."""
-        return sum(layer.window.nbytes for layer in self.layers if layer.window is not None)
+    def nbytes(self):
+        """Bytes of all storage held, spare room included."""
+        return sum(layer.window.nbytes for layer in self.layers if layer.is_initialized)
 
-    def save(self, path: str) -> None:
-        """Write everything, transforms too: WushCache.load(path, config) goes on with the same tokens."""
-        states = [(layer.length, layer.window and layer.window.state()) for layer in self.layers]
-        torch.save({"how": self.how, "layers": states}, path)
+    def __deepcopy__(self, memo):
+        """Copy the tokens, and share the transforms."""
+        new = WushCache(self.config, self.transforms, self.bits, self.windows)
+        new.layers = [copy.deepcopy(layer, memo) for layer in self.layers]
+        return new
+
+    def __reduce__(self):
+        return WushCache.restored, (self.state(), self.config)
+
+    def state(self):
+        """Return all that the cache holds, as plain containers of tensors and numbers."""
+        layers = []
+        for layer in self.layers:
+            layers.append((layer.length, state(layer.window) if layer.is_initialized else None))
+        keys, values, refine, group = self.transforms
+        return {
+            "format": SAVED,
+            "transforms": [tuple(keys), tuple(values), tuple(refine), group],
+            "bits": self.bits,
+            "windows": tuple(self.windows),
+            "layers": layers,
+        }
 
     @classmethod
-    def load(cls, path: str, config):
-        saved = torch.load(path, weights_only=True, map_location="cpu")
-        cache = cls(config, **saved["how"])
-        for layer, (length, state) in zip(cache.layers, saved["layers"]):
+    def restored(cls, saved, config):
+        """Make the cache whose `state` is given, for a model's config."""
+        keys, values, refine, group = saved["transforms"]
+        transforms = Transforms(Basis(*keys), Basis(*values), Refine(*refine), group)
+        cache = cls(config, transforms, saved["bits"], saved["windows"])
+        for layer, (length, held) in zip(cache.layers, saved["layers"]):
             layer.length = length
-            if state:
-                layer.lazy_initialization(state["recent"][0])
-                layer.window.restore(state)
+            if held is not None:
+                layer.lazy_initialization(held["keys"][-1])
+                restore(layer.window, held)
         return cache
+
+    def save(self, path):
+        """Write everything, transforms too: WushCache.load(path, config) goes on with the same tokens."""
+        write_whole(path, partial(torch.save, self.state()))
+
+    @classmethod
+    def load(cls, path, config):
+        """Read what `save` wrote. Raises ValueError for any other file, and for another model's."""
+        with explained(f"{path} cannot be read as a saved cache"):
+            saved = torch.load(path, weights_only=True, map_location="cpu")
+        if not isinstance(saved, dict) or saved.get("format") != SAVED:
+            raise ValueError(f"{path} is not a cache that WushCache.save wrote")
+        with explained(f"{path} is damaged, or another model's"):
+            return cls.restored(saved, config)
