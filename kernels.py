@@ -30,6 +30,8 @@ from __future__ import annotations          # annotations stay strings, so those
 
 import contextlib
 import functools
+import importlib.machinery
+import importlib.util
 import os
 import sys
 import warnings
@@ -37,6 +39,16 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+if __name__ == "kernels":
+    # Hugging Face publishes a package of this name, which transformers imports where it is installed. wush_kv.py loads
+    # this file under another name. Whoever asks for `kernels` gets that package instead, if there is one.
+    here = os.path.dirname(os.path.realpath(__file__))
+    elsewhere = [folder for folder in sys.path if os.path.realpath(folder or ".") != here]
+    spec = importlib.machinery.PathFinder.find_spec("kernels", elsewhere)
+    if spec is not None and spec.loader is not None:
+        sys.modules["kernels"] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(sys.modules["kernels"])
 
 try:
     import triton

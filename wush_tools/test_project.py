@@ -3,6 +3,7 @@ import ast
 import inspect
 import io
 import json
+import os
 import re
 import subprocess
 import sys
@@ -89,6 +90,22 @@ def test_imports_at_load_time_form_no_circle():
             if isinstance(node, ast.Import):
                 imported |= {alias.name.split(".")[-1] for alias in node.names}
         assert not imported & set(order[level:]), name
+
+
+# ---- another package of the name `kernels`
+
+@pytest.mark.parametrize("order", ["import kernels, wush_kv", "import wush_kv, kernels"])
+def test_package_of_the_name_kernels_is_found_beside_ours(order, tmp_path):
+    """Hugging Face's, which transformers imports: whoever asks for it gets it, and the cache its own file."""
+    package = tmp_path / "kernels"
+    package.mkdir()
+    (package / "__init__.py").write_text("from .layer import LayerRepository\n")
+    (package / "layer.py").write_text("class LayerRepository:\n    pass\n")
+    program = order + "; print(hasattr(kernels, 'LayerRepository'), hasattr(wush_kv.kernels, 'pack'))"
+    run = subprocess.run(
+        [sys.executable, "-c", program], cwd=HERE, capture_output=True, text=True,
+        env=os.environ | {"PYTHONPATH": str(tmp_path)})
+    assert run.stdout.split() == ["True", "True"], run.stderr
 
 
 # ---- the README and the tutorial
