@@ -101,7 +101,11 @@ def test_package_of_the_name_kernels_is_found_beside_ours(order, tmp_path):
     package.mkdir()
     (package / "__init__.py").write_text("from .layer import LayerRepository\n")
     (package / "layer.py").write_text("class LayerRepository:\n    pass\n")
-    program = order + "; print(hasattr(kernels, 'LayerRepository'), hasattr(wush_kv.kernels, 'pack'))"
+    program = "\n".join([
+        order,
+        "print(hasattr(kernels, 'LayerRepository'))",
+        "print(hasattr(wush_kv.kernels, 'pack'))",
+    ])
     run = subprocess.run(
         [sys.executable, "-c", program], cwd=HERE, capture_output=True, text=True,
         env=os.environ | {"PYTHONPATH": str(tmp_path)})
