@@ -209,7 +209,7 @@ def exactly(reference):
 
 ENCODE_TOKENS = 16              # of one program
 ENCODE_CHANNELS = 16            # of T, or of F, that are in registers at a time
-ENCODE_REGISTERS = 160          # per thread: three programs per multiprocessor. Left alone, ptxas takes fewer and spills
+ENCODE_REGISTERS = 255          # per thread: two programs per multiprocessor. With fewer, sweeps spill at d = 128
 SMALLEST_NORMAL = constant(2.0**-126)
 SMALLEST_NORMAL_BITS = constant(0x80)      # as a bfloat16
 INTEGERS = constant(2.0**23)    # from here on, a float32 has no fraction: adding this rounds, and ties go to even
@@ -273,10 +273,10 @@ def _nearest_code(steps, BITS: tl.constexpr):
 
 @jit
 def _feed_back(steps, F_ptr, BITS: tl.constexpr, SLICE: tl.constexpr):
-    """Push each channel's rounding error e_i onto later ones, steps_j −= e_i F_ij, and return steps (s, d) still unrounded.
+    """Round steps (s, d) channel by channel, pushing each error e_i onto later channels, steps_j −= e_i F_ij: the codes.
 
-    Their nearest codes are the codes. The SLICE channels of a slice are rounded one by one, in registers; then one dot product pushes their errors onto
-    all later slices.
+    The SLICE channels of a slice are rounded one by one, in registers; then one dot product pushes their errors onto all
+    later slices.
     """
     S: tl.constexpr = steps.shape[0]
     D: tl.constexpr = steps.shape[1]
@@ -304,7 +304,39 @@ def _feed_back(steps, F_ptr, BITS: tl.constexpr, SLICE: tl.constexpr):
         F_rows = F_ptr + (i * SLICE + channel)[:, None] * D + d[None, :]
         F = tl.load(F_rows, mask=later, other=0)
         steps -= tl.dot(errors, F, input_precision="tf32x3")
-    return steps
+    return _nearest_code(steps, BITS)
+
+@jit
+def _sweep(codes, steps, H_ptr, BITS: tl.constexpr, SLICE: tl.constexpr):
+    """Move each code in turn to where it costs least beside all others, e = codes − steps costing eᵀ H' e: the codes (s, d).
+
+    One dot product makes the gradient H' e of a slice of SLICE channels, which then move one by one, in registers.
+    """
+    S: tl.constexpr = steps.shape[0]
+    D: tl.constexpr = steps.shape[1]
+    channel = tl.arange(0, SLICE)
+    slice_number = tl.arange(0, D // SLICE)[None, :, None]
+    d = tl.arange(0, D)
+    for i in range(0, D // SLICE):
+        # H' is symmetric: its rows of the slice are read as columns, (d, SLICE).
+        H_columns = H_ptr + (i * SLICE + channel)[None, :] * D + d[:, None]
+        gradient = tl.dot(codes - steps, tl.load(H_columns), input_precision="tf32x3")
+
+        # Take the slice's codes out: all others are zero under the sum.
+        codes = tl.reshape(codes, [S, D // SLICE, SLICE])
+        part = tl.sum(tl.where(slice_number == i, codes, 0.0), 1)
+        for j in range(0, SLICE):
+            # To the level nearest to the lowest point of the cost.
+            is_j = (channel == j)[None, :]
+            H_row = tl.load(H_ptr + (i * SLICE + j) * D + i * SLICE + channel)
+            curvature = tl.sum(tl.where(channel == j, H_row, 0.0), 0)
+            code = tl.sum(tl.where(is_j, part, 0.0), 1)[:, None]
+            slope = tl.sum(tl.where(is_j, gradient, 0.0), 1)[:, None]
+            best = _nearest_code(code - slope / curvature, BITS)
+            part = tl.where(is_j, best, part)
+            gradient += (best - code) * H_row[None, :]
+        codes = tl.reshape(tl.where(slice_number == i, part[:, None, :], codes), [S, D])
+    return codes
 
 @jit
 def _store_plane(ptr, codes, exists, WIDTH: tl.constexpr, BELOW: tl.constexpr):
@@ -319,10 +351,10 @@ def _store_plane(ptr, codes, exists, WIDTH: tl.constexpr, BELOW: tl.constexpr):
 
 @jit
 def _encode_kernel(
-        x_ptr, T_ptr, F_ptr, codes_ptr, pairs_ptr, x_strides, tokens, G,
-        RANK: tl.constexpr, ALPHA: tl.constexpr, CENTRED: tl.constexpr, D: tl.constexpr,
-        BITS: tl.constexpr, HAS_T: tl.constexpr, HAS_F: tl.constexpr, BLOCK: tl.constexpr,
-        CHUNK: tl.constexpr):
+        x_ptr, T_ptr, H_ptr, F_ptr, codes_ptr, pairs_ptr, x_strides, tokens, G,
+        RANK: tl.constexpr, ALPHA: tl.constexpr, CENTRED: tl.constexpr, SWEEPS: tl.constexpr,
+        D: tl.constexpr, BITS: tl.constexpr, HAS_T: tl.constexpr, HAS_F: tl.constexpr,
+        BLOCK: tl.constexpr, CHUNK: tl.constexpr):
     """Encode BLOCK tokens of one head."""
     # Where this program reads and writes. Heads count (b, g), in 64 bits, or offsets would wrap at 2^31.
     head = tl.program_id(1).to(tl.int64)
@@ -358,8 +390,11 @@ def _encode_kernel(
     # Round y against the stored pair.
     steps = tl.div_rn(y - offset, scale)
     if HAS_F:
-        steps = _feed_back(steps, F_ptr + head % G * D * D, BITS, CHUNK)
-    codes = _nearest_code(steps, BITS)
+        codes = _feed_back(steps, F_ptr + head % G * D * D, BITS, CHUNK)
+        for _ in range(SWEEPS):
+            codes = _sweep(codes, steps, H_ptr + head % G * D * D, BITS, CHUNK)
+    else:
+        codes = _nearest_code(steps, BITS)
 
     # The offset takes up the mean error.
     if CENTRED:
@@ -375,13 +410,15 @@ def _encode_kernel(
     else:
         _store_plane(codes_ptr, codes, exists, BITS, 0)
 
-def check_encode(x, T, F, bits, alpha, rank):
+def check_encode(x, T, H, F, bits, alpha, rank):
     """Refuse what the encode kernel would misread."""
     check_bits(bits)
     if x.dim() != 4 or not x.is_floating_point():
         raise ValueError(f"tokens to encode are (b, g, s, d), not {tuple(x.shape)} in {x.dtype}")
     _, g, _, d = x.shape
-    for name, matrix in ("T", T), ("F", F):
+    if (H is None) != (F is None):
+        raise ValueError("H' and F belong together: both or neither")
+    for name, matrix in ("T", T), ("H'", H), ("F", F):
         if matrix is not None and matrix.shape != (g, 1, d, d):
             raise ValueError(f"{name} is ({g}, 1, {d}, {d}) here, not {tuple(matrix.shape)}")
     if alpha < 0 or not 0 <= rank < d:
@@ -389,22 +426,24 @@ def check_encode(x, T, F, bits, alpha, rank):
             f"alpha = {alpha} and rank = {rank} place no levels: alpha >= 0, 0 <= rank < {d}")
 
 def encode(
-        x: Tensor, T: Tensor | None, F: Tensor | None, bits: int,
-        alpha: float = 0.0, rank: int = 0, centred: bool = False) -> tuple[Tensor, Tensor] | None:
+        x: Tensor, T: Tensor | None, H: Tensor | None, F: Tensor | None, bits: int, sweeps: int = 0,
+        centred: bool = False, alpha: float = 0.0, rank: int = 0) -> tuple[Tensor, Tensor] | None:
     """Encode x (b, g, s, d): codes (b, g, s, d·bits/8) and pairs (b, g, s, 1); None where the kernel cannot run.
 
     With alpha > 0 the levels of y = T x span ±alpha · RMS(y). With alpha = 0 they span the values of y from the least to
     the largest, after these are clamped to the rank-th smallest |y|, counted from 0. If `centred`, all this is about the
-    mean of y, and at last the offset takes up the mean error. T and F, the feedback of rounding errors, are (g, 1, d, d), None for none.
+    mean of y, and at last the offset takes up the mean error. With H' and F, rounding errors are fed back, and `sweeps`
+    times all codes move to where they cost least. T, H' and F are (g, 1, d, d), None for none.
 
-    Moves, per token and head, d elements of x and d·bits/8 + 4 bytes; and per 16 tokens 4·d² bytes of T, as many of F.
+    Moves, per token and head, d elements of x and d·bits/8 + 4 bytes; and per 16 tokens 4·d² bytes of T, as many of F,
+    and in each sweep as many of H'.
     """
-    check_encode(x, T, F, bits, alpha, rank)
+    check_encode(x, T, H, F, bits, alpha, rank)
     if not serves(x) or x.shape[-1] not in HEAD_DIMS:
         return None
-    return attempt(launch_encode, x, T, F, bits, alpha, rank, centred)
+    return attempt(launch_encode, x, T, H, F, bits, sweeps, centred, alpha, rank)
 
-def launch_encode(x, T, F, bits, alpha, rank, centred):
+def launch_encode(x, T, H, F, bits, sweeps, centred, alpha, rank):
     """Launch `_encode_kernel`, one program per 16 tokens and head."""
     b, g, s, d = x.shape
     codes = torch.empty(b, g, s, d * bits // 8, dtype=torch.uint8, device=x.device)
@@ -414,11 +453,12 @@ def launch_encode(x, T, F, bits, alpha, rank, centred):
 
     # What is absent gets x in its place, which is not read.
     T_buffer = x if T is None else T.float().contiguous()
+    H_buffer = x if H is None else H.float().contiguous()
     F_buffer = x if F is None else F.float().contiguous()
     grid = triton.cdiv(s, ENCODE_TOKENS), b * g
     _encode_kernel[grid](
-        x, T_buffer, F_buffer, codes, pairs, x.stride(), s, g,
-        rank, alpha, centred, d, bits,
+        x, T_buffer, H_buffer, F_buffer, codes, pairs, x.stride(), s, g,
+        rank, alpha, centred, sweeps, d, bits,
         T is not None, F is not None, ENCODE_TOKENS, ENCODE_CHANNELS, maxnreg=ENCODE_REGISTERS)
     return codes, pairs
 

@@ -12,7 +12,7 @@ of T k (or T v) hurts least among all invertible T.
     attend      q     ->  T_K⁻ᵀ q meets T_K k: (T⁻ᵀq)·(T k) = q·k; one softmax over the three parts
 
     python wush_kv.py                                     the bundled model, offline (by wush_tools/cli.py)
-    python wush_kv.py --model Qwen/Qwen3-8B --bits 2      a real model; --refine off is the paper exactly
+    python wush_kv.py --model Qwen/Qwen3-8B --bits 2      a real model; --refine off is the paper's encoding
 
 `quantize_kv_cache`, the last function of "Generation", is the whole method on one screen: you may read it first. One
 section, "Beyond the paper", gets better codes into the same bytes, by default; the two before it are the paper alone,
@@ -61,10 +61,11 @@ kernels = sys.modules.get("wush_kernels") or load_kernels()
 # What is stored (keys, or values) has a second moment M, the Gram matrix; what consumes it (queries, or the
 # output projection) has a second moment H, the Hessian of the squared error that the consumer sees. A rule maps
 # these two to a transform T: the cache stores T k, rounded, and the query becomes T⁻ᵀ q, which leaves every score
-# as it was. Rounding adds noise to T k, of about the same power σ² in every channel, and this costs σ² tr(T⁻ᵀ H
-# T⁻¹). The step follows each token's RMS, so σ² is proportional to the energy of T k, tr(T M Tᵀ). Together the
-# damage is tr(T M Tᵀ) · tr(T⁻ᵀ H T⁻¹), up to a constant, and WUSH minimizes exactly this product. Moments are
-# (..., g, d, d) and transforms (..., g, n, m, m): with m < d, each diagonal block gets its own T.
+# as it was. Rounding adds noise to T k, of about the same power σ² in every channel. Read back as k, the noise has
+# gone through T⁻¹, and costs the consumer σ² tr(T⁻ᵀ H T⁻¹). The step follows each token's RMS, so σ² in turn is
+# proportional to the energy of T k, tr(T M Tᵀ). The damage is thus tr(T M Tᵀ) · tr(T⁻ᵀ H T⁻¹), up to a constant,
+# and WUSH minimizes exactly this product. Moments are (..., g, d, d) and transforms (..., g, n, m, m): with m < d,
+# each diagonal block gets its own T.
 
 def hadamard(order):
     """Build the normalized Sylvester-Hadamard matrix 𝓗 (order, order), float64: symmetric, 𝓗 𝓗 = I.
@@ -114,6 +115,18 @@ def normalized(M, H):
     H = torch.where(is_zero, I, H / mean_diagonal(H))
     return M, H
 
+def eigenvectors(S):
+    """Decompose symmetric S (..., m, m) = U Λ Uᵀ, weakest first: Λ (..., m) and U, with the same signs everywhere.
+
+    An eigenvector's sign is arbitrary, and each LAPACK library chooses its own. The loss that `wush` minimizes does not
+    depend on it, but the rounding of a single token does. So each eigenvector is turned to where its components,
+    weighted by √1, √2, √3, ... so that they cannot well cancel, have a positive sum.
+    """
+    Λ, U = torch.linalg.eigh(S)
+    weights = torch.arange(1, S.shape[-1] + 1, dtype=S.dtype, device=S.device).sqrt()
+    is_turned = (weights[:, None] * U).sum(-2, keepdim=True) < 0
+    return Λ, torch.where(is_turned, -U, U)
+
 def wush(gram, hess, m=None, damping=1e-2, exponent=0.25):
     """Derive T = c 𝓗 Λ^(-1/4) Uᵀ Lᵀ, block by block (arXiv 2609.38121, section 3).
 
@@ -129,13 +142,13 @@ def wush(gram, hess, m=None, damping=1e-2, exponent=0.25):
     M, H = normalized(diagonal_blocks(gram, m), diagonal_blocks(hess, m))
     I = torch.eye(M.shape[-1], dtype=M.dtype, device=M.device)
 
-    # Whiten by the consumer, then rotate onto the principal axes of what is stored.
+    # After Lᵀ the consumer feels noise alike in every direction. There, rotate onto the principal axes of what is stored.
     L = torch.linalg.cholesky(H + damping * I)
-    Λ, U = torch.linalg.eigh(L.mT @ (M + damping * I) @ L)
+    Λ, U = eigenvectors(L.mT @ (M + damping * I) @ L)
 
-    # An axis scaled by a has the energy a²λ and the cost 1/a². At a = λ^(-1/4) both are √λ, which makes the product
-    # of the sums over all axes smallest (Cauchy-Schwarz). 𝓗 leaves these sums as they are and spreads every axis
-    # over all channels: now each channel has the same energy and the same cost, so that one step suits them all.
+    # Scaled by a, an axis has the energy a²λ, and noise on it costs 1/a². At a = λ^(-1/4) both are √λ, which makes the
+    # product of the sums over all axes smallest (Cauchy-Schwarz). 𝓗 leaves these sums as they are and spreads every
+    # axis over all channels: now each channel has the same energy and the same cost, so that one step suits them all.
     balance = Λ[..., None] ** -exponent
     T = hadamard(M.shape[-1]).to(M) @ (balance * U.mT) @ L.mT
 
@@ -155,16 +168,16 @@ def rotate(gram, hess, m=None):
 def oscar(gram, hess, m=None):
     """Rotate onto the eigenvectors U of `hess`, then spread: T = (U P 𝓗)ᵀ, orthogonal (arXiv 2605.17757).
 
-    P deals the eigenvectors out to the groups of m channels, and 𝓗 mixes the channels of each group. `hess` is averaged
-    over the heads, so all heads of a layer share one T, of one block of d channels: (..., g, 1, d, d). For the values,
-    OSCAR's `hess` is a moment of the values themselves, weighted by how much attention may turn to them (`oscar_weight`).
+    P deals the eigenvectors out to groups, and 𝓗 mixes the channels of each group. A group is the m channels that share
+    a scale: here it is not a block of T, of which there is one, of all d channels. `hess` is averaged over the heads, so
+    all heads of a layer share this T: (..., g, 1, d, d). For the values, OSCAR's `hess` is a moment of the values themselves, weighted by how much attention may turn to them (`oscar_weight`).
     """
     d = hess.shape[-1]
     m = block_width(d, m)
     if d & (d - 1):
         raise ValueError(f"OSCAR deals out a power of two of eigenvectors, not {d}")
     mean_hess = diagonal_blocks(hess).squeeze(-3).mean(-3)
-    U = torch.linalg.eigh(mean_hess).eigenvectors.flip(-1)       # strongest first
+    U = eigenvectors(mean_hess)[1].flip(-1)                      # strongest first
 
     # P is the bit-reversed order: strong and weak eigenvectors spread evenly over the groups.
     digits = d.bit_length() - 1
@@ -213,8 +226,8 @@ def inverse_transpose(T):
 # ----------------------------------------------------------------------------------------------------------------
 # Quantizers
 #
-# A group is m channels of one token and one KV head: a block of T, by default the whole head. A rule places 2^b
-# evenly spaced levels for each group, as two numbers: code c stands for scale · c + offset. Both are rounded to
+# A group is the channels of one token and one KV head that share a scale and an offset: m of them, by default the
+# whole head. A rule places 2^b evenly spaced levels for each group, as two numbers: code c stands for scale · c + offset. Both are rounded to
 # bfloat16 first, and the codes are then rounded against this stored pair, so that the reader of the cache has the
 # very same levels. QuEST's rule is the theory's (levels for Gaussian data), the percentile-clipped affine rule is
 # what OSCAR serves with.
@@ -223,7 +236,8 @@ def inverse_transpose(T):
 def gaussian_clip(bits):
     """Find QuEST's α_b: 2^b even levels on ±α_b have the least squared error on N(0, 1) (arXiv 2502.05003).
 
-    With levels α u, the derivative of that error is −2 E[(x − Q(x)) u]: it is negative below α_b and positive above.
+    With levels α u, the derivative of that error is −2 E[(x − Q(x)) u]. The loop sums E[(x − Q(x)) u] cell by cell: it is
+    positive below α_b and negative above.
     """
     u = torch.linspace(-1, 1, 2 ** bits, dtype=torch.float64)
     far = torch.tensor([40.0], dtype=torch.float64)
@@ -239,7 +253,8 @@ def gaussian_clip(bits):
         integral = -density.diff()                           # as ∫ x φ(x) dx = −φ(x)
         mass = torch.special.ndtr(edges).diff()
 
-        if (u * (integral - alpha * u * mass)).sum() > 0:
+        missed = integral - alpha * u * mass                 # E[x − Q(x)] in each cell
+        if (u * missed).sum() > 0:
             low = alpha
         else:
             high = alpha
@@ -334,14 +349,16 @@ def dequantize(codes, scale, offset):
 # all off.
 #
 #     feedback   Each channel's rounding error is pushed onto the channels that are not yet rounded, as GPTQ does for
-#                weights.
-#     exponent   An axis scaled by a has the energy a²λ, and noise on it costs 1/a². Plain rounding pays the sum of these
-#                costs, and is best at a = λ^(-1/4). Perfect feedback would pay their geometric mean instead, (det H')^(1/m).
-#                For a given product of all a, the energy Σ a²λ is least if all a²λ are equal: a = λ^(-1/2). In
-#                between, 0.4 was measured to be best at 2 to 4 bits.
-#     offset     A token's levels are placed about its mean over the channels, and move once more, by the mean error,
-#                when the codes are known: they are *centred*. The mean is then carried almost exactly. As 𝓗's first row
-#                is constant, this mean is one axis of T alone, and T is turned so that it is the strongest.
+#                weights. Then each code moves again, to where it costs least beside all others: coordinate descent.
+#     exponent   Which transform is best depends on what rounding costs. An axis of T, scaled by a, has the energy a²λ,
+#                and noise on it costs 1/a². Plain rounding pays (Σ a²λ) · (Σ 1/a²), smallest at a = λ^(-1/4). With
+#                perfect feedback, the geometric mean of all 1/a² takes the place of their sum. It depends only on the
+#                product of all a, and for a given product Σ a²λ is smallest where all a²λ are equal: a = λ^(-1/2).
+#                In between, 0.4 was measured to be best at 2 to 4 bits.
+#     offset     The levels of a token are placed about the mean of T x over its channels, and when the codes are known,
+#                they move by the mean error. They are *centred*: T x keeps its mean almost exactly. Which part of x is
+#                that mean? T = 𝓗 A spreads the axes, the rows of A, over the channels; as 𝓗's first row is constant,
+#                the mean of T x is the first of A x, over √m. So the strongest axis is put first.
 #     widen      Levels lie further apart, so that less is clipped. Clipping shrinks a key's scores, and that hurts
 #                more than noise does.
 
@@ -355,33 +372,19 @@ class Refine(NamedTuple):
 REFINED = Refine()
 PAPER = Refine(feedback=False, exponent=0.25, offset=False, widen=False)
 WIDENED = {2: 1.3, 3: 1.15, 4: 1.1}      # α_b times this, by bits; found on SmolLM2-135M
+SWEEPS = 2                               # with feedback
 
 def strongest_first(T):
-    """Reverse the order of the axes inside T = c 𝓗 Λ^(-1/4) Uᵀ Lᵀ, (..., m, m).
-
-    𝓗 is symmetric with a constant first row, so the mean over the channels of 𝓗 y is y_0/√m, the first axis. eigh sorts
-    the weakest axis first; afterwards it is the strongest.
-    """
+    """Reverse the order of the axes, the rows of A in T = 𝓗 A (..., m, m): of `wush`'s, the strongest is the last."""
     rotation = hadamard(T.shape[-1]).to(T)
-    axes = rotation @ T                                      # 𝓗 𝓗 = I leaves c Λ^(-1/4) Uᵀ Lᵀ
+    axes = rotation @ T                                      # 𝓗 𝓗 = I leaves A
     return rotation @ axes.flip(-2)
 
-def feedback_matrix(T, hess, centred=False, damping=1e-2):
-    """Derive F (..., n, m, m), strictly upper, by which rounding errors of y = T x are fed back: y_j −= e_i F_ij.
-
-    Channels are rounded in order, each after the pushes of those before it:
-
-        e_i = (y_i after the pushes) − code_i           what rounding channel i misses by
-        δ_j = (y_j before them) − code_j                what the reader finds wrong
-            = e_j + Σ_{i<j} e_i F_ij                    so δ = (I + F)ᵀ e
-
-    The reader pays δᵀ H' δ, H' = T⁻ᵀ H T⁻¹. Let H'⁻¹ = CᵀC, C upper (Cholesky), and I + F = C with each row divided by its
-    C_ii. Then (I + F) H' (I + F)ᵀ is diagonal, and the reader pays Σ e_i² / C_ii²: each error for itself. This F moves
-    the channels to come to where the cost is least (GPTQ, arXiv 2210.17323; Babai's nearest plane, arXiv 2507.18553).
-    Plain rounding pays Σ e_i² H'_ii on average, and 1/C_ii² ≤ H'_ii.
+def error_hessian(T, hess, centred=False, damping=1e-2):
+    """Return H' = T⁻ᵀ H T⁻¹ (..., n, m, m), float64: an error δ of T x costs δᵀ H' δ. Its mean diagonal is made 1.
 
     If the levels are `centred`, the offset takes up the mean of δ over the channels, so H' is first projected off this
-    direction. Damping comes last, and keeps H' invertible.
+    direction. Damping comes last, and keeps H' invertible. A zero H' becomes a multiple of I.
     """
     m = T.shape[-1]
     I = torch.eye(m, dtype=torch.float64, device=T.device)
@@ -390,25 +393,63 @@ def feedback_matrix(T, hess, centred=False, damping=1e-2):
     if centred:
         without_mean = I - 1 / m                             # I − 1 1ᵀ/m
         H = without_mean @ H @ without_mean
+    return torch.where(mean_diagonal(H) == 0, I, H / mean_diagonal(H)) + damping * I
 
-    # Scale H' to mean diagonal 1 (a zero H' becomes I, of which no feedback follows), then factor its inverse.
-    H = torch.where(mean_diagonal(H) == 0, I, H / mean_diagonal(H))
-    C = torch.linalg.cholesky(torch.linalg.inv(H + damping * I), upper=True)
+def feedback_matrix(H):
+    """Derive F (..., m, m), strictly upper, from H' (..., m, m): once channel i is rounded, y_j −= e_i F_ij for all j > i.
+
+    Here e_i is what rounding channel i misses by, after all pushes onto it. The reader finds channel j wrong by δ_j: by
+    e_j, and by what was pushed onto it. So δ_j = e_j + Σ_{i<j} e_i F_ij, or δ = (I + F)ᵀ e, and the reader pays
+
+        δᵀ H' δ = eᵀ (I + F) H' (I + F)ᵀ e
+
+    Factor H'⁻¹ = CᵀC with C upper (Cholesky); then C H' Cᵀ = I. Divide each row of C by its C_ii, and call that I + F: now
+    (I + F) H' (I + F)ᵀ is diagonal, and the reader pays Σ e_i² / C_ii², each error for itself. This F moves the channels
+    to come to where the cost is least (GPTQ, arXiv 2210.17323; Babai's nearest plane, arXiv 2507.18553). Without
+    feedback the reader pays Σ e_i² H'_ii on average, and 1/C_ii² ≤ H'_ii.
+    """
+    C = torch.linalg.cholesky(torch.linalg.inv(H.double()), upper=True)
     return (C / C.diagonal(dim1=-2, dim2=-1)[..., None]).triu(1)
 
 def feed_back(steps, bits, F):
-    """Return `steps` (b, g, s, n, m) less the pushes of F, not yet rounded: their nearest codes are the codes."""
-    # (b, g, n, m, s): the tokens of one channel lie side by side.
-    y = steps.movedim(2, -1).clone(memory_format=torch.contiguous_format)
-    for i in range(y.shape[-2] - 1):
-        error = y[..., i, :] - nearest_code(y[..., i, :], bits)
+    """Round steps (..., m, s) channel by channel, pushing errors on by F (..., m, m): codes, in floating point."""
+    codes = torch.empty_like(steps)
+    y = steps.clone()
+    for i in range(y.shape[-2]):
+        codes[..., i, :] = nearest_code(y[..., i, :], bits)
+        error = y[..., i, :] - codes[..., i, :]
         later = y[..., i + 1:, :]
         push = F[..., i, i + 1:, None]
         later.addcmul_(push, error[..., None, :], value=-1)
-    return y.movedim(-1, 2)
+    return codes
 
-def quantize_refined(x, codec, F, centred):
-    """As `quantize`, of x (b, g, s, d), with errors fed back by F (g, n, m, m), if there is one.
+def sweep(codes, steps, bits, H):
+    """Move each code in turn to where it costs least beside all others. All are (..., m, s), H' is (..., m, m).
+
+    With e = codes − steps and g = H' e, the cost eᵀ H' e is a parabola in code i alone, lowest at code_i − g_i / H'_ii. The
+    level nearest to there is the best one, so no move raises the cost.
+    """
+    codes = codes.clone()
+    gradient = H @ (codes - steps)
+    for i in range(codes.shape[-2]):
+        code = codes[..., i, :].clone()
+        lowest = code - gradient[..., i, :] / H[..., i, i, None]
+        codes[..., i, :] = nearest_code(lowest, bits)
+        move = codes[..., i, :] - code
+        gradient.addcmul_(H[..., i, None], move[..., None, :])
+    return codes
+
+def search(steps, bits, H, F):
+    """Choose the codes of steps (b, g, s, n, m): rounded with feedback F, then swept over with H', (g, n, m, m) each."""
+    # (b, g, n, m, s): the tokens of one channel lie side by side.
+    steps = steps.movedim(2, -1).contiguous()
+    codes = feed_back(steps, bits, F)
+    for _ in range(SWEEPS):
+        codes = sweep(codes, steps, bits, H)
+    return codes.movedim(-1, 2)
+
+def quantize_refined(x, codec, H=None, F=None, centred=False):
+    """As `quantize`, of x (b, g, s, d); with H' and F (g, n, m, m) the codes are searched, not just rounded.
 
     If `centred`, the levels are placed about each group's mean, and at last the offset takes up the mean error.
     """
@@ -423,9 +464,11 @@ def quantize_refined(x, codec, F, centred):
     scale, offset = stored_pair(scale, offset)
 
     steps = in_steps(groups, scale, offset)
-    if F is not None:
-        steps = feed_back(steps, codec.bits, F)
-    codes = nearest_code(steps, codec.bits).byte().flatten(-2)
+    if H is None:
+        codes = nearest_code(steps, codec.bits)
+    else:
+        codes = search(steps, codec.bits, H, F)
+    codes = codes.byte().flatten(-2)
 
     # The codes stay. Moving all levels of a group by its mean error takes that error away.
     if centred:
@@ -441,15 +484,15 @@ def quantize_refined(x, codec, F, centred):
 # What is decided, in which order, and what holds it; each noun has one object for the keys and one for the
 # values:
 #
-#     moments, a rule, Refine, group   ->  Transforms: two of Basis, which is T, and F if errors are fed back
-#     Transforms, bits, a quantizer    ->  Scheme: two of Encoding, which is T, F, a Codec, and whether it is centred
+#     moments, a rule, Refine, group   ->  Transforms: two of Basis, which is T, and H' if codes are searched with it
+#     Transforms, bits, a quantizer    ->  Scheme: two of Encoding, which is T, H', F, a Codec, and whether it is centred
 #
 # Transforms serve every number of bits, and a file holds them. A scheme says all about what a cache stores.
 
 class Basis(NamedTuple):
     """What the keys, or the values, are transformed by: (l, g, n, m, m) each, in float32."""
     transform: Tensor                  # T
-    feedback: Tensor | None = None     # F, if errors are fed back
+    hessian: Tensor | None = None      # H', if codes are searched
 
 class Transforms(NamedTuple):
     """What a calibration is for, and what a transforms file holds."""
@@ -462,18 +505,18 @@ class Encoding(NamedTuple):
     """How the keys, or the values, are stored: of all layers, or of one."""
     codec: Codec = Codec(bits=16)
     transform: Tensor | None = None    # T (l, g, n, m, m), or of a layer (g, n, m, m)
+    hessian: Tensor | None = None      # H', alike
     feedback: Tensor | None = None     # F, alike
     centred: bool = False              # see `quantize_refined`
 
     def layer(self, l, device=None):
         """Return layer l's encoding, its tensors on `device`."""
-        transform = self.transform
-        feedback = self.feedback
-        if transform is not None:
-            transform = transform[l].to(device)
-        if feedback is not None:
-            feedback = feedback[l].to(device)
-        return self._replace(transform=transform, feedback=feedback)
+        of_layer = {}
+        for name in ("transform", "hessian", "feedback"):
+            tensor = getattr(self, name)
+            if tensor is not None:
+                of_layer[name] = tensor[l].to(device)
+        return self._replace(**of_layer)
 
 class Scheme(NamedTuple):
     """How a model's cache is stored: the encodings of its keys and of its values."""
@@ -493,10 +536,10 @@ def check_name(name, table):
         raise ValueError(f"{name!r} is not one of {', '.join(table)}")
 
 def shrunk(S, tokens, damping=1e-2):
-    """Add d/tokens of its mean diagonal to a moment (..., d, d), beyond what `wush` adds: for few tokens only.
+    """Raise the damping of a moment (..., d, d) of few tokens to d/tokens of its mean diagonal.
 
-    The fewer the tokens, the more T gets like the transform of moments of which nothing is known. From 100·d tokens on,
-    nothing is added.
+    `wush` itself damps by 1/100, so from 100·d tokens on this adds nothing. The fewer the tokens, the more T gets like
+    the transform of moments of which nothing is known.
     """
     # Differs from the paper: it calibrates on 4 million tokens, where this is nothing.
     d = S.shape[-1]
@@ -505,16 +548,15 @@ def shrunk(S, tokens, damping=1e-2):
 
 def derive_basis(row, gram, hess, refine, group):
     """Derive T by a row of TRANSFORMS, and what `refine` adds to it."""
-    if row.can_be_refined:
-        T = row.rule(gram, hess, group, exponent=refine.exponent)
-    else:
-        T = row.rule(gram, hess, group)
+    if not row.can_be_refined:
+        return Basis(row.rule(gram, hess, group).float().contiguous())
+    T = row.rule(gram, hess, group, exponent=refine.exponent)
     if refine.offset:
         T = strongest_first(T)
-    F = None
+    H = None
     if refine.feedback:
-        F = feedback_matrix(T, hess, centred=refine.offset).float().contiguous()
-    return Basis(T.float().contiguous(), F)
+        H = error_hessian(T, hess, centred=refine.offset).float().contiguous()
+    return Basis(T.float().contiguous(), H)
 
 def derive(moments, transform="wush", refine=REFINED, group=None):
     """Derive a model's transforms from `collect_moments`' moments. `refine` is for those that can be refined."""
@@ -522,11 +564,16 @@ def derive(moments, transform="wush", refine=REFINED, group=None):
     row = TRANSFORMS[transform]
     if not row.can_be_refined:
         refine = PAPER
-    tokens = moments["tokens"]
-    keys_gram, keys_hess = [shrunk(moments[name], tokens) for name in row.key_moments]
-    values_gram, values_hess = [shrunk(moments[name], tokens) for name in row.value_moments]
-    if row.value_moments[1] == "outputs":
-        values_hess = moments["outputs"]                     # of weights, whatever the tokens
+
+    # Moments of few tokens are shrunk; "outputs" is one of weights, and is known exactly.
+    believed = {}
+    for name in row.key_moments + row.value_moments:
+        believed[name] = moments[name]
+        if name != "outputs":
+            believed[name] = shrunk(moments[name], moments["tokens"])
+
+    keys_gram, keys_hess = [believed[name] for name in row.key_moments]
+    values_gram, values_hess = [believed[name] for name in row.value_moments]
     keys = derive_basis(row, keys_gram, keys_hess, refine, group)
     values = derive_basis(row, values_gram, values_hess, refine, group)
     return Transforms(keys, values, refine, group)
@@ -546,7 +593,10 @@ def make_encoding(basis, bits, quantizer, clip, refine, group):
     if refine.widen and QUANTIZERS[quantizer].can_widen:
         clip *= WIDENED.get(bits, 1.0)
     codec = Codec(bits, quantizer, clip, group)
-    return Encoding(codec, basis.transform, basis.feedback, centred=refine.offset)
+    F = None
+    if basis.hessian is not None:
+        F = feedback_matrix(basis.hessian).float().contiguous()
+    return Encoding(codec, basis.transform, basis.hessian, F, centred=refine.offset)
 
 def scheme_of(transforms, bits=2, quantizer="quest"):
     """Choose bits, for keys and values alike or (keys, values), and a quantizer, for a model's transforms."""
@@ -571,9 +621,10 @@ def make_scheme(
 def transform_and_quantize(x, encoding):
     """Transform and quantize x (b, g, s, d): codes, scale and offset, as `quantize` returns them."""
     y = apply(encoding.transform, x)
-    if encoding.feedback is None and not encoding.centred:
-        return quantize(y, encoding.codec)
-    return quantize_refined(y, encoding.codec, encoding.feedback, encoding.centred)
+    codec, _, H, F, centred = encoding
+    if H is None and not centred:
+        return quantize(y, codec)
+    return quantize_refined(y, codec, H, F, centred)
 
 def roundtrip(x, encoding):
     """Return what the cache's reader sees of x (b, g, s, d): T⁻¹ dequantize(quantize(T x)), in x's dtype."""
@@ -696,10 +747,10 @@ class Store:
             raise ValueError(
                 f"{d} channels do not pack with {bits} bits in groups of {group}: they must be a "
                 "multiple of 8 and of the group")
-        F = encoding.feedback
-        if F is not None and F.shape[-1] != group:
+        H = encoding.hessian
+        if H is not None and H.shape[-1] != group:
             raise ValueError(
-                f"feedback in blocks of {F.shape[-1]} channels does not fit groups of {group}")
+                f"feedback in blocks of {H.shape[-1]} channels does not fit groups of {group}")
         self.encoding = encoding
         self.bits = bits
         self.windows = windows
@@ -760,8 +811,8 @@ class Store:
         if self.has_kernel and knows_rule and kernels.serves(x):
             numbers = self.kernel_numbers(self.bits, encoding.codec.clip, x.shape[-1])
             encoded = kernels.encode(
-                x, encoding.transform, encoding.feedback, self.bits,
-                centred=encoding.centred, **numbers)
+                x, encoding.transform, encoding.hessian, encoding.feedback, self.bits, SWEEPS,
+                encoding.centred, **numbers)
             if encoded is not None:      # None: the kernel does not compile here, which it has said
                 return encoded
         return encode_reference(x, encoding)
@@ -1147,8 +1198,8 @@ def attention_sensitivity(q, k, v, A):
         that is a_s · qᵀCq, with a_s = p_s² (v_s − o)ᵀA(v_s − o) / d.
       * An error of value s moves the output by p_s W δ_s, with the mean square p_s² · tr(A C).
 
-    Errors at different positions and heads are taken as unrelated, so that mean squares add up. As qᵀCq = tr(qqᵀ C), the
-    sums over s, t and r are ½ tr(H C) with
+    Errors at different positions and heads are taken as unrelated, so that mean squares add up. H is to be a Hessian, so
+    the sum of all mean squares is ½ tr(H C). As qᵀCq = tr(qqᵀ C), this is so for
 
         key     H = Σ_r Σ_t w qqᵀ,   w = 2 Σ_s a_s
         value   H = 2 Σ_r Σ_t (Σ_s p_s²) A
@@ -1175,7 +1226,7 @@ def attention_sensitivity(q, k, v, A):
         o = p @ v
         p2 = p.square()
 
-        # d · Σ_s a_s, multiplied out.
+        # d · Σ_s a_s = Σ_s p_s² (v_sᵀ A v_s − 2 oᵀ A v_s + oᵀ A o)
         of_values = (p2 @ squares)[..., 0]
         mixed = 2 * (o @ A * (p2 @ v)).sum(-1)
         of_outputs = p2.sum(-1) * (o @ A * o).sum(-1)
@@ -1355,7 +1406,7 @@ def quantize_kv_cache(
     moments = collect_moments(
         model, sequences if row.needs_calibration else [], row.is_attention_aware)
 
-    # Derive T_K and T_V and how rounding errors are fed back; choose the bits of a code and where its levels lie.
+    # Derive T_K and T_V and what errors cost; choose the bits of a code and where its levels lie.
     scheme = make_scheme(moments, transform, bits, refine, group, quantizer)
 
     # Fold T_V into W_V and W_O. T_K stays with the cache, which applies it to keys as it encodes them, and T_K⁻ᵀ

@@ -474,15 +474,15 @@ def fingerprint(folder):
 # ----------------------------------------------------------------------------------------------------------------
 # Transforms files
 #
-# The file holds what serving reads, {"k": T_K, "v": T_V}, and the feedback matrices if there are any. Beside it
+# The file holds what serving reads, {"k": T_K, "v": T_V}, and k_hessian and v_hessian, H', if there is feedback. Beside it
 # PATH.json says what it was made from and how: model, text, refinements, group.
 
 def save_transforms(path, transforms, about):
     """Write the transforms to `path` and, with all that `about` says, how they were made to PATH.json."""
     tensors = {"k": transforms.keys.transform, "v": transforms.values.transform}
-    if transforms.keys.feedback is not None:
-        tensors["k_feedback"] = transforms.keys.feedback
-        tensors["v_feedback"] = transforms.values.feedback
+    if transforms.keys.hessian is not None:
+        tensors["k_hessian"] = transforms.keys.hessian
+        tensors["v_hessian"] = transforms.values.hessian
     tensors = {name: tensor.detach().cpu().clone() for name, tensor in tensors.items()}
 
     about = {**about, "refine": transforms.refine._asdict(), "group": transforms.group}
@@ -502,9 +502,9 @@ def read_stored_transforms(path, device):
     with explained(f"{path} cannot be read as a transforms file"):
         stored = torch.load(path, weights_only=True, map_location=device)
         tensors = {"k": stored["k"].to_dense(), "v": stored["v"].to_dense()}
-        if "k_feedback" in stored or "v_feedback" in stored:
-            tensors["k_feedback"] = stored["k_feedback"].to_dense()
-            tensors["v_feedback"] = stored["v_feedback"].to_dense()
+        if "k_hessian" in stored or "v_hessian" in stored:
+            tensors["k_hessian"] = stored["k_hessian"].to_dense()
+            tensors["v_hessian"] = stored["v_hessian"].to_dense()
     return tensors
 
 def check_transform(path, name, tensor, config=None):
@@ -528,10 +528,10 @@ def check_transform(path, name, tensor, config=None):
 def how_made(path, basis):
     """Return the refinements and the group of a transforms file, by its sidecar if there is one."""
     n, m = basis.transform.shape[2:4]
-    has_feedback = basis.feedback is not None
+    has_hessian = basis.hessian is not None
     if not Path(f"{path}.json").exists():
-        refine = REFINED if has_feedback else PAPER
-        name = "refined" if has_feedback else "as in the paper"
+        refine = REFINED if has_hessian else PAPER
+        name = "refined" if has_hessian else "as in the paper"
         print(
             f"note: there is no {path}.json, so nothing says which model {path} was made for; "
             f"it is taken as {name}", file=sys.stderr)
@@ -549,11 +549,11 @@ def how_made(path, basis):
 
     # OSCAR's transform is one block of all channels, whatever the group.
     fits = n == 1 if group is None else group == m
-    if not fits and (n > 1 or has_feedback or m % (group or m)):
+    if not fits and (n > 1 or has_hessian or m % (group or m)):
         raise ValueError(
             f"{path}.json says group {group}, but {path} holds {n} blocks of {m} channels")
-    if refine["feedback"] != has_feedback:
-        raise ValueError(f"{path}.json and {path} do not agree on whether there is feedback")
+    if refine["feedback"] != has_hessian:
+        raise ValueError(f"{path}.json and {path} do not agree on whether there is feedback: calibrate anew")
     return Refine(**refine), group
 
 def load_transforms(path, config=None, device="cpu"):
@@ -569,8 +569,8 @@ def load_transforms(path, config=None, device="cpu"):
     for name in ("k", "v"):
         if (torch.linalg.matrix_rank(tensors[name]) < tensors[name].shape[-1]).any():
             raise ValueError(f"{path}: {name} holds transforms that do not invert")
-    keys = Basis(tensors["k"], tensors.get("k_feedback"))
-    values = Basis(tensors["v"], tensors.get("v_feedback"))
+    keys = Basis(tensors["k"], tensors.get("k_hessian"))
+    values = Basis(tensors["v"], tensors.get("v_hessian"))
     return Transforms(keys, values, *how_made(path, keys))
 
 

@@ -62,14 +62,16 @@ def example(b, g, r, d, bits, slots, dtype=torch.float32, device="cpu", seed=0):
     return q.to(device, dtype), q_packed.to(device), sinks, packed, recent, bits
 
 def encodings(d, bits, device):
-    """Make one encoding of each kind, with random T and F: plain, clamped, and centred with feedback."""
-    T, F = torch.randn(2, 2, 1, d, d, device=device)
+    """Make one encoding of each kind, with random T: plain, clamped, and centred with feedback and sweeps."""
+    T = torch.randn(2, 1, d, d, device=device)
+    H = wush_kv.error_hessian(T, torch.eye(d, device=device).expand(2, d, d), centred=True)
+    F = wush_kv.feedback_matrix(H)
     quest = wush_kv.Codec(bits, "quest", 0.96)
     affine = wush_kv.Codec(bits, "affine", 0.96)
     return [
         wush_kv.Encoding(quest, T),
         wush_kv.Encoding(affine, T),
-        wush_kv.Encoding(quest, T, F.triu(1) / 16, centred=True),
+        wush_kv.Encoding(quest, T, H.float(), F.float(), centred=True),
     ]
 
 def encode_by_kernel(x, encoding):
@@ -78,7 +80,8 @@ def encode_by_kernel(x, encoding):
     row = wush_kv.QUANTIZERS[codec.quantizer]
     numbers = row.kernel_numbers(codec.bits, codec.clip, x.shape[-1])
     return kernels.encode(
-        x, encoding.transform, encoding.feedback, codec.bits, centred=encoding.centred, **numbers)
+        x, encoding.transform, encoding.hessian, encoding.feedback, codec.bits, wush_kv.SWEEPS,
+        encoding.centred, **numbers)
 
 def share_of_rows_that_differ(x, encoding):
     """Return which share of the tokens x get other codes, or another pair, from the kernel."""
@@ -133,9 +136,9 @@ def compile_decode(capability, d, bits, fast, rows=8, model="bf16"):
 
 def compile_encode(capability, d, bits, alpha=0.0, centred=False, has_F=False):
     """Compile `_encode_kernel` as `encode` launches it, with a transform."""
-    kinds = "*bf16", "*fp32", "*fp32", "*u8", "*i32", ("i32",) * 4, "i32", "i32"
+    kinds = "*bf16", "*fp32", "*fp32", "*fp32", "*u8", "*i32", ("i32",) * 4, "i32", "i32"
     constants = (
-        d - 5, alpha, centred, d, bits, True, has_F,
+        d - 5, alpha, centred, wush_kv.SWEEPS, d, bits, True, has_F,
         kernels.ENCODE_TOKENS, kernels.ENCODE_CHANNELS)
     return compile_for(
         capability, kernels._encode_kernel, kinds, constants, maxnreg=kernels.ENCODE_REGISTERS)

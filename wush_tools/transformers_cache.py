@@ -119,7 +119,7 @@ def grouped(query, key, scaling):
     return query.unflatten(1, (key.shape[1], -1))
 
 def as_transforms(transforms):
-    """Return transforms in float32. A dictionary holds what a transforms file does: "k" and "v", perhaps feedback.
+    """Return transforms in float32. A dictionary holds what a transforms file does: "k" and "v", perhaps H'.
 
     Raises ValueError unless the parts fit each other.
     """
@@ -127,9 +127,9 @@ def as_transforms(transforms):
         for name, side in {"k": "keys", "v": "values"}.items():
             if name not in transforms:
                 raise ValueError(f"the transforms lack those of the {side}")
-        keys = Basis(transforms["k"], transforms.get("k_feedback"))
-        values = Basis(transforms["v"], transforms.get("v_feedback"))
-        refine = PAPER if keys.feedback is None else REFINED
+        keys = Basis(transforms["k"], transforms.get("k_hessian"))
+        values = Basis(transforms["v"], transforms.get("v_hessian"))
+        refine = PAPER if keys.hessian is None else REFINED
         check_transform(keys.transform)
         n, m = keys.transform.shape[2:4]
         transforms = Transforms(keys, values, refine, None if n == 1 else m)
@@ -153,18 +153,18 @@ def check_transform(T):
 
 def float_basis(basis, refine, group):
     """Return a basis in float32. Raises ValueError if it was not made with these refinements and this group."""
-    T, F = basis
+    T, H = basis
     check_transform(T)
-    if (F is not None) != refine.feedback:
-        raise ValueError("the transforms hold feedback, or their `refine` says so, but not both")
-    if F is None:
+    if (H is not None) != refine.feedback:
+        raise ValueError("the transforms hold H', or their `refine` says feedback, but not both")
+    if H is None:
         return Basis(T.float())
 
     m = T.shape[-1]
-    if F.shape != T.shape or m != (group or T.shape[2] * m):
+    if H.shape != T.shape or m != (group or T.shape[2] * m):
         raise ValueError(
-            f"feedback of shape {tuple(F.shape)} does not fit blocks of {m} and groups of {group}")
-    return Basis(T.float(), F.float())
+            f"H' of shape {tuple(H.shape)} does not fit blocks of {m} and groups of {group}")
+    return Basis(T.float(), H.float())
 
 
 # ----------------------------------------------------------------------------------------------------------------
@@ -391,8 +391,8 @@ def shard_transforms(transforms, rank, world_size):
     own = slice(first, first + max(heads // world_size, 1))
 
     def shard(basis):
-        F = None if basis.feedback is None else basis.feedback[:, own].contiguous()
-        return Basis(basis.transform[:, own].contiguous(), F)
+        H = None if basis.hessian is None else basis.hessian[:, own].contiguous()
+        return Basis(basis.transform[:, own].contiguous(), H)
 
     return Transforms(shard(keys), shard(values), refine, group)
 
