@@ -512,6 +512,26 @@ def test_affine_clips_an_outlier_and_spares_the_others(seed):
 
     assert error(0.96) <= 0.6 * error(1.0)
 
+@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated")
+@pytest.mark.filterwarnings("ignore:Dynamo detected a call to a `functools.lru_cache`")
+@pytest.mark.parametrize("quantizer", W.QUANTIZERS)
+@pytest.mark.parametrize("backend", ["eager", "inductor"])
+def test_quantizing_compiles_into_one_graph_and_gives_the_same_codes(backend, quantizer):
+    """Nothing is known of the clips before, as in a new process. Errors that inductor feeds back round once less."""
+    x = all_kinds(0, 32)[None, None]
+    codec = Codec(2, quantizer, group=8)
+    F = normal(1, 1, 4, 8, 8).triu(1).float()
+    programs = {
+        W.quantize: (x, codec),
+        W.quantize_refined: (x, codec, F if backend == "eager" else None, True),
+    }
+    for function, arguments in programs.items():
+        torch.compiler.reset()
+        W.gaussian_clip.cache_clear()
+        compiled = torch.compile(function, fullgraph=True, backend=backend)
+        for got, expected in zip(compiled(*arguments), function(*arguments)):
+            assert torch.equal(got, expected)
+
 
 # ---- packing
 

@@ -33,9 +33,15 @@ through transformers, with the WushCache of wush_tools/transformers_cache.py.
 import functools
 import importlib.util
 import math
+import os
+import signal
 import sys
 from pathlib import Path
 from typing import Callable, NamedTuple
+
+if __name__ == "__main__":
+    # Torch takes seconds to load. Ctrl-C would be a traceback out of its middle, or be swallowed there.
+    interrupt = signal.signal(signal.SIGINT, lambda *_: os._exit(130))
 
 import torch
 from torch import Tensor
@@ -220,6 +226,7 @@ def inverse_transpose(T):
 # what OSCAR serves with.
 
 @functools.cache
+@torch.compiler.assume_constant_result       # a number of the graph, where `quantize` is compiled
 def gaussian_clip(bits):
     """Find QuEST's α_b: 2^b even levels on ±α_b have the least squared error on N(0, 1) (arXiv 2502.05003).
 
@@ -1418,4 +1425,5 @@ if __name__ == "__main__":
     sys.modules["wush_kv"] = sys.modules[__name__]
     sys.path.insert(0, str(HERE))
     from wush_tools.cli import main
+    signal.signal(signal.SIGINT, interrupt)
     main()
