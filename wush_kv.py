@@ -886,10 +886,14 @@ class WindowCache:
                 self.values.flush(rows, counts, due)
                 self.n_packed[rows] = [counts.packed + due] * len(self.n_packed[rows])
 
-        # A long call has stretched the recent windows: give the room back.
-        if self.keys.recent.shape[2] > keep + size:
-            self.keys.recent = resized(self.keys.recent, keep + size)
-            self.values.recent = resized(self.values.recent, keep + size)
+        # Give back what a flush or a long call leaves empty in the recent windows, but for an eighth of what is unpacked.
+        counts = [self.counts(row) for row in range(len(self.n_tokens))]
+        longest = max(count.recent for count in counts)
+        unpacked = max(count.sink + count.recent for count in counts)
+        capacity = min(longest + unpacked // 8, keep + size)
+        if capacity < self.keys.recent.shape[2]:
+            self.keys.recent = resized(self.keys.recent, capacity)
+            self.values.recent = resized(self.values.recent, capacity)
 
     def read(self, store, length):
         """Read the keys or the values of all rows, (b, g, length, d), aligned on the right; zeros before."""
