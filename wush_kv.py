@@ -33,9 +33,15 @@ through transformers, with the WushCache of wush_tools/transformers_cache.py.
 import functools
 import importlib.util
 import math
+import os
+import signal
 import sys
 from pathlib import Path
 from typing import Callable, NamedTuple
+
+if __name__ == "__main__":
+    # Torch takes seconds to load. Ctrl-C would be a traceback out of its middle, or be swallowed there.
+    interrupt = signal.signal(signal.SIGINT, lambda *_: os._exit(130))
 
 import torch
 from torch import Tensor
@@ -233,6 +239,7 @@ def inverse_transpose(T):
 # what OSCAR serves with.
 
 @functools.cache
+@torch.compiler.assume_constant_result       # a number of the graph, where `quantize` is compiled
 def gaussian_clip(bits):
     """Find QuEST's α_b: 2^b even levels on ±α_b have the least squared error on N(0, 1) (arXiv 2502.05003).
 
@@ -930,10 +937,14 @@ class WindowCache:
                 self.values.flush(rows, counts, due)
                 self.n_packed[rows] = [counts.packed + due] * len(self.n_packed[rows])
 
-        # A long call has stretched the recent windows: give the room back.
-        if self.keys.recent.shape[2] > keep + size:
-            self.keys.recent = resized(self.keys.recent, keep + size)
-            self.values.recent = resized(self.values.recent, keep + size)
+        # Give back what a flush or a long call leaves empty in the recent windows, but for an eighth of what is unpacked.
+        counts = [self.counts(row) for row in range(len(self.n_tokens))]
+        longest = max(count.recent for count in counts)
+        unpacked = max(count.sink + count.recent for count in counts)
+        capacity = min(longest + unpacked // 8, keep + size)
+        if capacity < self.keys.recent.shape[2]:
+            self.keys.recent = resized(self.keys.recent, capacity)
+            self.values.recent = resized(self.values.recent, capacity)
 
     def read(self, store, length):
         """Read the keys or the values of all rows, (b, g, length, d), aligned on the right; zeros before."""
@@ -1099,19 +1110,34 @@ def swiglu(model, l, x):
     gate = functional.silu(linear(model, prefix + "gate_proj", x))
     return linear(model, prefix + "down_proj", gate * linear(model, prefix + "up_proj", x))
 
+def in_pieces(function, *tensors):
+    """Apply a function that takes each token alone to tensors (..., t, d), 4096 tokens at a time; it returns a list.
+
+    Norms compute in float32, and the MLP is several times wider than x: a long call would need much memory for them.
+    """
+    if tensors[0].shape[-2] <= 4096:
+        return function(*tensors)
+    split = [x.split(4096, -2) for x in tensors]
+    results = [function(*piece) for piece in zip(*split)]
+    return [torch.cat(parts, -2) for parts in zip(*results)]
+
 def block(model, l, x, cos, sin, attend):
     """Run layer l on x (b, t, D); `attend(l, q, k, v) -> o` is the caller's."""
     eps = model.config.rms_norm_eps
     attention_norm = model.weights[f"model.layers.{l}.input_layernorm.weight"]
     mlp_norm = model.weights[f"model.layers.{l}.post_attention_layernorm.weight"]
 
-    q, k, v = project(model, l, rms_norm(x, attention_norm, eps), cos, sin)
-    o = attend(l, q, k, v)
-    x = x + project_out(model, l, o)
+    def before(x, cos, sin):
+        return project(model, l, rms_norm(x, attention_norm, eps), cos, sin)
 
-    # The MLP is several times wider than x, so it sees some tokens at a time.
-    parts = [swiglu(model, l, rms_norm(part, mlp_norm, eps)) for part in x.split(4096, 1)]
-    return x + torch.cat(parts, 1)
+    def after(x, o):
+        x = x + project_out(model, l, o)
+        return [x + swiglu(model, l, rms_norm(x, mlp_norm, eps))]
+
+    # Tokens meet in the attention only.
+    o = attend(l, *in_pieces(before, x, cos, sin))
+    [x] = in_pieces(after, x, o)
+    return x
 
 @torch.no_grad()
 def forward(model, ids, attend, positions=None):
@@ -1122,7 +1148,12 @@ def forward(model, ids, attend, positions=None):
     cos, sin = rope_tables(model, positions, x.dtype)
     for l in range(model.config.num_hidden_layers):
         x = block(model, l, x, cos, sin, attend)
-    return rms_norm(x, model.weights["model.norm.weight"], model.config.rms_norm_eps)
+
+    def last(x):
+        return [rms_norm(x, model.weights["model.norm.weight"], model.config.rms_norm_eps)]
+
+    [hidden] = in_pieces(last, x)
+    return hidden
 
 def logits(model, hidden):
     """Map hidden states (..., D) to logits (..., v)."""
@@ -1184,8 +1215,11 @@ def second_moment(x, weight=None):
 def oscar_weight(q_moment, k):
     """Weigh tokens as OSCAR does for its values: w_s = k_sᵀ C_q k_s, scaled to mean 1: (b, g, s)."""
     # Differs from the paper: C_q and the mean are one sequence's own, so that one pass over the text will do.
-    k = k.double()
-    w = (torch.einsum("bgsd,gde->bgse", k, q_moment) * k).sum(-1)
+    parts = []
+    for part in k.split(4096, 2):
+        part = part.double()
+        parts.append((torch.einsum("bgsd,gde->bgse", part, q_moment) * part).sum(-1))
+    w = torch.cat(parts, -1)
     return w / w.mean((0, 2), keepdim=True).clamp(min=torch.finfo(w.dtype).tiny)
 
 def attention_sensitivity(q, k, v, A):
@@ -1209,26 +1243,30 @@ def attention_sensitivity(q, k, v, A):
     # Differs from the paper: its appendix C was not at hand, this derivation of its WUSH-A is ours.
     t, d = q.shape[-2:]
     A = A.float()
-    q = q.float()
-    k = k[:, :, None].float()
-    v = v[:, :, None].float()
-    squares = ((v @ A) * v).sum(-1, keepdim=True)                # v_sᵀ A v_s, (b, g, r, s, 1)
+    k = k.float()
+    v = v.float()
+    squares = []                                                 # v_sᵀ A v_s, (b, g, r, s) each
+    for part in v.split(4096, 2):
+        read = torch.einsum("bgsd,grde->bgrse", part, A)
+        squares.append((read * part[:, :, None]).sum(-1))
+    squares = torch.cat(squares, -1)[..., None]
 
     # A number of queries at a time, which bounds the size of p.
-    step = max(16, 2 ** 21 // t)
+    step = max(1, 2 ** 25 // (t * q.shape[:3].numel()))
     weights = []
     sums_of_squares = []
     for i in range(0, t, step):
-        scores = q[..., i:i + step, :] @ k.mT * d ** -0.5
+        queries = q[..., i:i + step, :].float()
+        scores = torch.einsum("bgrtd,bgsd->bgrts", queries, k) * d ** -0.5
         ones = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device)
         future = ones.triu(i + 1)
         p = scores.masked_fill(future, -torch.inf).softmax(-1)
-        o = p @ v
+        o = torch.einsum("bgrts,bgsd->bgrtd", p, v)
         p2 = p.square()
 
         # d · Σ_s a_s = Σ_s p_s² (v_sᵀ A v_s − 2 oᵀ A v_s + oᵀ A o)
         of_values = (p2 @ squares)[..., 0]
-        mixed = 2 * (o @ A * (p2 @ v)).sum(-1)
+        mixed = 2 * (o @ A * torch.einsum("bgrts,bgsd->bgrtd", p2, v)).sum(-1)
         of_outputs = p2.sum(-1) * (o @ A * o).sum(-1)
         spread = of_values - mixed + of_outputs
 
@@ -1241,12 +1279,14 @@ class LayerMoments:
 
     def __init__(self, W_O, attention_aware=False):
         """Begin with all W_O(r)ᵀ (g, r, d, D), of which the moment is complete at once."""
-        self.A = W_O.double() @ W_O.double().mT                              # WᵀW, (g, r, d, d)
+        W_O = W_O.double()
+        A = W_O @ W_O.mT                                                     # WᵀW, (g, r, d, d)
+        self.A = A if attention_aware else None
         names = ["keys", "queries", "values", "values_oscar"]
         if attention_aware:
             names += ["queries_attention", "outputs_attention"]
-        self.total = {name: torch.zeros_like(self.A[:, 0]) for name in names}
-        self.total["outputs"] = 2 * self.A.sum(1)
+        self.total = {name: torch.zeros_like(A[:, 0]) for name in names}
+        self.total["outputs"] = 2 * A.sum(1)
         self.tokens = 0
 
     def add(self, q, k, v):
@@ -1440,4 +1480,5 @@ if __name__ == "__main__":
     sys.modules["wush_kv"] = sys.modules[__name__]
     sys.path.insert(0, str(HERE))
     from wush_tools.cli import main
+    signal.signal(signal.SIGINT, interrupt)
     main()

@@ -21,13 +21,14 @@ from torch import Tensor
 
 from wush_kv import (
     BITS, PAPER, QUANTIZERS, REFINED, TRANSFORMS, Model, Refine, Scheme, Windows, collect_moments,
-    decode, derive, new_cache, sample, scheme_of, with_scheme)
+    decode, derive, forward, logits, new_cache, sample, scheme_of, with_scheme)
 from wush_tools.checkpoints import (
     check_memory, end_tokens, fetch, fingerprint, load_model, load_transforms, pick_device,
     prompt_tokens, read_about, read_config, read_tokenizer, read_tokens, save_transforms,
     stream_text, write_whole)
 from wush_tools.evaluate import (
-    STEPS, cache_bytes, module_error, packed_bytes, perplexity, shown, step_seconds)
+    STEPS, cache_bytes, exact_attention, module_error, packed_bytes, perplexity, shown,
+    step_seconds)
 
 BUNDLED = Path(__file__).resolve().parent.parent / "tiny-qwen3"
 
@@ -432,12 +433,20 @@ OLD_SPELLINGS = {
     "flush": ("windows", 2),
 }
 
+REFUSED = 2      # the exit status where a flag is refused, as argparse has it
+
 def flag(name):
     return "--" + name.replace("_", "-")
 
+class Parser(argparse.ArgumentParser):
+    """A parser that refuses in one sentence, without the usage of all flags."""
+
+    def error(self, message):
+        self.exit(REFUSED, f"wush_kv: {message}\n")
+
 def make_parser():
     """Make the flags of Options, and hidden ones of former versions. What is not given is left out."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         description="WUSH-KV: a key-value cache in 2 bits, on Qwen3 and Llama models.",
         argument_default=argparse.SUPPRESS, allow_abbrev=False)
     template = parser.add_mutually_exclusive_group()
@@ -461,7 +470,7 @@ def make_parser():
     return parser
 
 def parse(argv=None):
-    """Parse flags into Options. Raises ValueError for an old spelling beside the new one."""
+    """Parse flags into Options. Raises ValueError for flags that contradict each other, or are out of range."""
     values = vars(make_parser().parse_args(argv))
 
     # An old spelling replaces one number of its flag's default.
@@ -476,7 +485,10 @@ def parse(argv=None):
         values["bits"] = tuple(numbers["bits"])
     if "windows" in numbers:
         values["windows"] = Windows(*numbers["windows"])
-    return Options(**values, explicit=tuple(values))
+    o = Options(**values, explicit=tuple(values))
+    check_ranges(o)
+    check_choices(o)
+    return o
 
 def check_ranges(o):
     """Refuse numbers that are out of range."""
@@ -676,6 +688,16 @@ def load_weights(o, config, about, device, dtype):
             f"{o.model}")
     return load_model(folder, config, dtype, device), found
 
+def check_logits(o, model, ids):
+    """Refuse a model whose logits after a few tokens, ids (t,), are no numbers, before anything slow is done."""
+    ids = ids.to(model.inv_freq.device)
+    hidden = forward(model, ids[None], exact_attention)
+    if not logits(model, hidden).isfinite().all():
+        dtype = str(hidden.dtype).removeprefix("torch.")
+        raise ValueError(
+            f"the logits of {o.model} hold NaN or infinity: its weights are damaged, or too large "
+            f"for {dtype}")
+
 def make_transforms(o, model, recipes, chosen, from_file, sequences):
     """Return the transforms of all recipes by name: the chosen one's from a file, if there is one, the others derived."""
     rows = rows_to_derive(o, recipes, chosen)
@@ -694,8 +716,6 @@ def make_transforms(o, model, recipes, chosen, from_file, sequences):
 
 def prepare(o):
     """Check everything, the cheap before the slow, then load the model and read or derive the transforms."""
-    check_ranges(o)
-    check_choices(o)
     check_files(o)
     device, dtype = pick_device(o.device, o.dtype)
     folder = fetch(o.model, *SMALL_FILES)
@@ -726,6 +746,10 @@ def prepare(o):
 
     # All is well: load, calibrate, save.
     model, found = load_weights(o, config, about, device, dtype)
+    beginnings = [texts[0][:16] if texts else torch.tensor(prompt[:16], dtype=torch.long)]
+    beginnings += [ids[:16] for ids in sequences[:1]]
+    if sum(map(len, beginnings)) > 0:
+        check_logits(o, model, torch.cat(beginnings))
     transforms = make_transforms(o, model, recipes, chosen, from_file, sequences)
     if o.save:
         save_transforms(o.save, transforms[chosen], {
@@ -750,16 +774,51 @@ def write_figures(path, figures):
     text = json.dumps(figures, indent=2) + "\n"
     write_whole(path, partial(Path.write_text, data=text, encoding="utf-8"))
 
-def main(argv=None):
-    """Run the command line. A refusal is one sentence; an interrupted task leaves the figures that it has."""
-    start = time.perf_counter()
-    open_streams()
+def lacks_memory(error):
+    """Say whether an error is a lack of memory: Python's, a GPU's, or that of torch's allocator on a CPU."""
+    phrases = ("enough memory", "allocate memory", "out of memory")
+    is_said = any(phrase in str(error) for phrase in phrases)
+    return is_said or isinstance(error, (MemoryError, torch.OutOfMemoryError))
+
+def memory_sentence(o, is_prepared):
+    """Name the flags that make a run smaller which lacked memory while it was prepared, or in its task."""
+    task = TASKS[o.task]
+    calibrates = o.bits != (16, 16) and (not o.transforms or "calib" in o.explicit)
+    smaller = {
+        "calib_len": calibrates and not is_prepared,
+        "eval_len": task.reads_text and is_prepared,
+        "max_new_tokens": task.continues and is_prepared,
+    }
+    names = [name for name, is_read in smaller.items() if is_read]
+    advice = [f"a smaller {flag(name)} than {getattr(o, name)}" for name in names]
+    if has_prompt(o) and is_prepared:
+        advice.append("a shorter --prompt")
+    if o.dtype == "float32" or (o.dtype == "auto" and not torch.cuda.is_available()):
+        advice.append("--dtype bfloat16")
+    return f"out of memory: give {listed([*advice, 'or a smaller --model'])}"
+
+def start_job(argv):
+    """Parse flags and prepare their job. What cannot be is refused in one sentence."""
     try:
-        job = prepare(parse(argv))
+        o = parse(argv)
+    except ValueError as error:
+        make_parser().error(str(error))
+    try:
+        return prepare(o)
     except (ValueError, OSError) as error:
         sys.exit(f"wush_kv: {error}")
+    except (RuntimeError, MemoryError) as error:
+        if not lacks_memory(error):
+            raise
+        sys.exit(f"wush_kv: {memory_sentence(o, is_prepared=False)}")
     except KeyboardInterrupt:
         sys.exit(INTERRUPTED)
+
+def main(argv=None):
+    """Run the command line. A task that is interrupted, or lacks memory, leaves the figures that it has."""
+    start = time.perf_counter()
+    open_streams()
+    job = start_job(argv)
 
     # The task's figures come in as it goes.
     o = job.options
@@ -770,6 +829,10 @@ def main(argv=None):
         TASKS[o.task].run(job, figures)
     except KeyboardInterrupt:
         figures["interrupted"] = True
+    except (RuntimeError, MemoryError) as error:
+        if not lacks_memory(error):
+            raise
+        figures["error"] = memory_sentence(o, is_prepared=True)
 
     figures["seconds"] = time.perf_counter() - start
     if o.json:
@@ -779,4 +842,6 @@ def main(argv=None):
             sys.exit(f"wush_kv: {o.json} cannot be written: {error}")
     if "interrupted" in figures:
         sys.exit(INTERRUPTED)
+    if "error" in figures:
+        sys.exit(f"wush_kv: {figures['error']}")
     emit(sys.stderr, f"{figures['seconds']:.0f} seconds\n")

@@ -6,10 +6,12 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 import wush_kv as W
 from wush_kv import Codec, Refine
@@ -114,6 +116,18 @@ def test_wrong_flag_is_refused_before_weights(flags, words, shelf, tmp_path, cap
     sentence = refusal(arguments, capsys)
     for word in words.replace("TMP", str(tmp_path)).split():
         assert word in sentence
+
+@pytest.mark.parametrize("flags", [
+    "--bits 5", "--bits 16,5", "--k-bits 0", "--windows 1,2", "--windows 16,16,0", "--refine 1",
+    "--task nosuch", "--eval-len x", "--eval-len 1", "--top-p 0.5", "--bits 2 --k-bits 4",
+    "--raw --thinking", "--nosuch 1", "--task ablation --refine off"])
+def test_refused_flag_gets_one_sentence_without_usage_and_status_2(flags, capsys):
+    with pytest.raises(SystemExit) as exit:
+        cli.main(flags.split())
+    assert exit.value.code == 2
+    [line] = capsys.readouterr().err.splitlines()
+    assert line.startswith("wush_kv: ")
+    assert flags.split()[-2] in line or flags.split()[-1] in line
 
 def test_flags_are_at_most_27_and_each_says_what_it_is_for(capsys):
     with pytest.raises(SystemExit):
@@ -254,6 +268,58 @@ def test_same_seed_gives_the_same_text(shelf, shown, report):
         flags = ["--transforms", report.file, "--temperature", 1.5, "--seed", seed]
         texts.append(shown(argv(shelf, "--task", "generate", *flags)).out)
     assert texts[0] == texts[1] != texts[2]
+
+
+# ---- models that give no numbers, machines that lack memory
+
+@pytest.mark.parametrize("flags", [
+    "--task generate --bits 16", "--task generate --transform hadamard", "--task generate",
+    "--task generate --bits 16 --temperature 1", "--task ppl --bits 16",
+    "--task error --transform hadamard", "--bits 16"])
+@pytest.mark.parametrize("name", ["lm_head.weight", "model.layers.1.mlp.up_proj.weight"])
+def test_model_whose_logits_are_nan_is_refused(name, flags, shelf, tmp_path, capsys):
+    """NaN among its weights is refused as they are read; these are numbers, but products with them are none."""
+    weights = load_file(shelf.folder / "model.safetensors")
+    weights[name] = 3e38 * weights[name].sign()
+    save_file(weights, tmp_path / "model.safetensors", {"format": "pt"})
+    damaged = (tmp_path / "model.safetensors").read_bytes()
+    folder = edited(shelf, tmp_path, {"model.safetensors": damaged})
+    sentence = refusal(argv(shelf, *flags.split(), folder=folder), capsys)
+    assert "logits" in sentence and "NaN" in sentence and str(folder) in sentence
+
+def lack(kind):
+    """Raise what torch raises on a CPU, what it raises on a GPU, or what Python raises."""
+    if kind == "cpu":
+        torch.empty(2 ** 56, dtype=torch.uint8)
+    raise {"gpu": torch.OutOfMemoryError("CUDA out of memory."), "python": MemoryError()}[kind]
+
+@pytest.mark.parametrize("kind", ["cpu", "gpu", "python"])
+def test_lack_of_memory_is_one_sentence_and_leaves_the_figures_so_far(
+        kind, shelf, tmp_path, capsys, monkeypatch):
+    """It names what can be made smaller. In the midst of a report, and before it, where nothing is known yet."""
+    monkeypatch.setattr(cli, "ppl_task", lambda *_: lack(kind))
+    out = tmp_path / "figures"
+    arguments = argv(shelf, "--transform", "hadamard", "--json", out)
+    sentence = refusal(arguments, capsys)
+    for words in ("out of memory", "--eval-len than 200", "--max-new-tokens", "--dtype bfloat16"):
+        assert words in sentence
+    assert "--calib-len" not in sentence and "--prompt" not in sentence
+    found = json.loads(out.read_text())
+    assert found["module_error"] and "kl" not in found and found["error"] in sentence
+
+    out.unlink()
+    monkeypatch.setattr(cli, "collect_moments", lambda *_: lack(kind))
+    sentence = refusal(arguments, capsys)
+    assert "out of memory" in sentence and "--calib-len than 64" in sentence
+    assert "--eval-len" not in sentence and not out.exists()
+
+def test_error_of_another_kind_is_not_called_a_lack_of_memory(shelf, monkeypatch):
+    def fail(*_):
+        raise RuntimeError("shapes do not match")
+
+    monkeypatch.setattr(cli, "ppl_task", fail)
+    with pytest.raises(RuntimeError, match="shapes"):
+        cli.main(argv(shelf, "--transform", "hadamard"))
 
 
 # ---- transforms files
@@ -516,6 +582,19 @@ def test_interrupt_of_a_process_leaves_the_json_and_no_traceback(shelf, tmp_path
     found = json.loads((tmp_path / "x").read_text())
     assert found["interrupted"]
     assert (first + rest).startswith(found["text"]["hadamard"])
+
+@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="needs /proc")
+@pytest.mark.parametrize("delay", [0, 0.3, 0.6])
+def test_interrupt_while_torch_is_imported_ends_the_program_without_a_word(delay):
+    """As soon as its first library is mapped, and a little later."""
+    process = start("--task", "generate", "--bits", 16)
+    maps = Path(f"/proc/{process.pid}/maps")
+    while "torch" not in maps.read_text():
+        time.sleep(0.01)
+    time.sleep(delay)
+    process.send_signal(signal.SIGINT)
+    printed, said = process.communicate()
+    assert (process.returncode, printed, said) == (cli.INTERRUPTED, "", "")
 
 def test_program_runs_isolated_without_docstrings_and_through_a_link(tmp_path):
     """-I and -P leave the script's folder out of the path, -OO takes the docstrings away."""

@@ -253,6 +253,11 @@ def tokens_bytes(cache, heads, d, bits, dtype):
     (Windows(), 2, 5),
     (Windows(), 8, 1),
     (Windows(64, 256, 8), 2, 1),
+    (Windows(4, 24, 8), 2, 1),
+    (Windows(0, 64, 64), 2, 1),
+    (Windows(0, 0, 64), 2, 1),
+    (Windows(3, 2, 40), 3, 2),
+    (Windows(0, 0, 1), 2, 1),
 ])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("d", [64, 128])

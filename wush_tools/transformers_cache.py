@@ -569,6 +569,18 @@ def shows_padding(options):
             return bool(is_repeated.all(-1).any())
     return False
 
+class MarkedKeys(torch.Tensor):
+    """What `update` returns for attention "wush": it names its layer, and any other attention is refused at once."""
+
+    @classmethod
+    def __torch_function__(cls, function, types, args=(), kwargs=None):
+        # Attributes, such as the shape, may be read.
+        if function.__name__ in ("__get__", "size", "dim"):
+            return super().__torch_function__(function, types, args, kwargs)
+        raise ValueError(
+            "keys for attention 'wush' came to another one: make the cache with the config of the "
+            "model that runs, WushCache(model.config, ...)")
+
 class WushLayer:
     """A layer of WushCache: a WindowCache of k and T_V v.
 
@@ -649,11 +661,11 @@ class WushLayer:
         self.lazy_initialization(k)
         self.check(k, v)
         if self.config._attn_implementation == "wush":
-            # There is no other way to tell the attention which layer it serves: `wush_layer` is set on a tensor of
-            # our own. Another attention would find NaN for all cached tokens, and `WushCache` refuses to go on.
+            # There is no other way to tell the attention which layer it serves.
             self.waiting = (k, v)
             batch, heads, t, d = k.shape
-            marked = k.new_full((), torch.nan).expand(batch, heads, self.length + t, d)
+            empty = k.new_empty(()).expand(batch, heads, self.length + t, d)
+            marked = empty.as_subclass(MarkedKeys)
             marked.wush_layer = self
             return marked, marked
 
@@ -820,17 +832,6 @@ class WushCache(Cache):
         for l, T_V in enumerate(transforms.values.transform):
             layers.append(WushLayer(config, l, T_V, scheme, self.windows))
         super().__init__(layers=layers)
-
-    def update(self, key_states, value_states, layer_idx, *args, **kwargs):
-        """Take in the keys and values of a layer, once the layer before has attended: see `WushLayer.update`."""
-        # Layer 0 follows the last layer of the call before.
-        previous = self.layers[layer_idx - 1]
-        if previous.waiting is not None:
-            previous.waiting = None
-            raise ValueError(
-                "the keys of another layer never came to attention 'wush': make the cache with the "
-                "config of the model that runs, WushCache(model.config, ...)")
-        return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 
     @property
     def nbytes(self):
