@@ -16,8 +16,9 @@ offset are bfloat16 and share one int32, the scale in its lower half: a *pair*.
 Each kernel comes in four parts: a reference in torch that specifies it, the kernel in Triton, a public function with the
 reference's signature, and the bytes it moves, in that function's docstring. Public functions check their arguments, then
 use the kernel where one can run and the reference elsewhere, so this file needs neither a GPU nor Triton. (The reference
-of `encode` is not in this file: it is pack(quantize(T x)), with the `quantize` of wush_kv.py. So where its kernel cannot
-run, `encode` returns None.)
+of `encode` is not in this file: it is pack(quantize(T x)), with wush_kv.py's `quantize` and the linear transform T that
+tokens go through before. So where its kernel cannot run, `encode` returns None. The CPU's reading has compiled torch in
+place of Triton.)
 
     python kernels.py               compare the kernels with their references, on the device at hand
     python kernels.py --compile     what the kernels cost on six generations of GPUs, none of which need be there
@@ -42,7 +43,8 @@ from torch import Tensor
 
 if __name__ == "kernels":
     # Hugging Face publishes a package of this name, which transformers imports where it is installed. wush_kv.py loads
-    # this file under another name. Whoever asks for `kernels` gets that package instead, if there is one.
+    # this file under another name. Whoever asks for `kernels` gets that package, if there is one: a module may put another
+    # into its place in sys.modules while it is being imported.
     here = os.path.dirname(os.path.realpath(__file__))
     elsewhere = [folder for folder in sys.path if os.path.realpath(folder or ".") != here]
     spec = importlib.machinery.PathFinder.find_spec("kernels", elsewhere)
@@ -70,8 +72,9 @@ INTERPRET = os.environ.get("TRITON_INTERPRET") == "1"      # Triton then runs ke
 # ----------------------------------------------------------------------------------------------------------------
 # Bytes
 #
-# `pack` and `unpack` are the layout. PLANES lists the planes of a code by its bits: how many bits of a code lie in the
-# plane, and how many of the code's bits lie below these.
+# `pack` and `unpack` are the layout. PLANES lists, by the bits of a code, the planes that it is stored in. A plane holds
+# some neighbouring bits of every code: `width` of them, above the code's `below` lowest bits. A code of 3 bits has its
+# upper two in one plane, (2, 1), and its lowest in another, (1, 0).
 
 class Plane(NamedTuple):
     width: int
@@ -205,11 +208,11 @@ def exactly(reference):
 # A token is encoded once, when it leaves the recent window: transformed, quantized and packed in one pass, 16 tokens of
 # one head per program. Its specification is pack(quantize(T x)), bit for bit where T x itself is exact; elsewhere the
 # order of sums may move a value over a rounding edge. The kernel is given numbers, alpha and rank, and not the name of a
-# quantizer of wush_kv.py: one that it does not know cannot run as another.
+# quantizer of wush_kv.py: so a new quantizer, which the kernel does not know, cannot run as another one by mistake.
 
 ENCODE_TOKENS = 16              # of one program
 ENCODE_CHANNELS = 16            # of T, or of F, that are in registers at a time
-ENCODE_REGISTERS = 255          # per thread: two programs per multiprocessor. With fewer, sweeps spill at d = 128
+ENCODE_REGISTERS = 255          # per thread, at most. With a lower bound sweeps spill at d = 128; so they do without any
 SMALLEST_NORMAL = constant(2.0**-126)
 SMALLEST_NORMAL_BITS = constant(0x80)      # as a bfloat16
 INTEGERS = constant(2.0**23)    # from here on, a float32 has no fraction: adding this rounds, and ties go to even
@@ -238,7 +241,8 @@ def _smallest(y, RANK: tl.constexpr):
     magnitudes = y.to(tl.int32, bitcast=True) & 0x7FFFFFFF
     threshold = tl.zeros([y.shape[0], 1], tl.int32)
 
-    # From the highest bit down: a bit is set unless more than RANK magnitudes lie below the threshold with it.
+    # From the highest bit down, set each bit with which at most RANK magnitudes lie below the threshold. What is left in
+    # the end is the largest such number, and that is the magnitude with RANK others before it.
     for i in range(31):
         candidate = threshold | (1 << (30 - i))
         smaller = tl.sum((magnitudes < candidate).to(tl.int32), 1)[:, None]
@@ -376,7 +380,7 @@ def _encode_kernel(
     else:
         y = tl.load(x_ptr + d * x_strides[3], mask=exists, other=0).to(tl.float32)
 
-    # Place the levels and round them to the bfloat16 pair that is stored. No scale is 0: it will divide.
+    # Place the levels, and round scale and offset to bfloat16. No scale is 0: it will divide.
     if CENTRED:
         mean = _mean(y)
         scale, offset = _levels(y - mean, RANK, ALPHA, BITS)
@@ -387,7 +391,7 @@ def _encode_kernel(
     scale = _bfloat16_value(scale_bits)
     offset = _bfloat16_value(_bfloat16_bits(offset))
 
-    # Round y against the stored pair.
+    # Round y to the levels of this pair.
     steps = tl.div_rn(y - offset, scale)
     if HAS_F:
         codes = _feed_back(steps, F_ptr + head % G * D * D, BITS, CHUNK)
@@ -396,7 +400,7 @@ def _encode_kernel(
     else:
         codes = _nearest_code(steps, BITS)
 
-    # The offset takes up the mean error.
+    # The offset takes up the mean error, and only now is the pair stored.
     if CENTRED:
         offset += _mean(y - (scale * codes + offset))
     pair = scale_bits | (_bfloat16_bits(offset) << 16)
@@ -435,8 +439,8 @@ def encode(
     mean of y, and at last the offset takes up the mean error. With H' and F, rounding errors are fed back, and `sweeps`
     times all codes move to where they cost least. T, H' and F are (g, 1, d, d), None for none.
 
-    Moves, per token and head, d elements of x and d·bits/8 + 4 bytes; and per 16 tokens 4·d² bytes of T, as many of F,
-    and in each sweep as many of H'.
+    Moves, per token and head, d elements of x and d·bits/8 + 4 bytes; and per 16 tokens 4·d² bytes of T, half as many of
+    F, and in each sweep as many of H' as of T.
     """
     check_encode(x, T, H, F, bits, alpha, rank)
     if not serves(x) or x.shape[-1] not in HEAD_DIMS:
@@ -467,9 +471,11 @@ def launch_encode(x, T, H, F, bits, sweeps, centred, alpha, rank):
 # Decoding
 #
 # The queries of a new token attend to sinks, packed tokens and recent tokens with one softmax. The kernel never restores
-# a key: q · k̂ = scale · (q · codes) + offset · Σq, and for the values likewise. Nor does it shift or convert a code.
+# a key: q · k̂ = scale · (q · codes) + offset · Σq, and for the values likewise. Nor does it move a code to the lowest bits
+# of a number, or convert it from an integer.
 # Each program takes a share of the packed tokens, or of a window, and leaves a partial softmax in memory; a second kernel
-# merges these. In tiles, packed tokens are rows and the query heads of their KV head are columns.
+# merges these. Tiles of scores have a row for each packed token and a column for each query head of the KV head. Packed
+# values are not transformed back: what comes out is Σ p T_V v, for an output projection that has T_V⁻¹ folded in.
 
 Window = tuple[Tensor, Tensor, Tensor]      # k and v (b, g, slots, d), count of valid slots (b,) int32
 Packed = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]      # k codes, k pairs, v codes, v pairs, count
@@ -496,21 +502,21 @@ def decode_attention_ref(
     p = torch.cat(scores, -1).softmax(-1)
     return (p @ torch.cat(values, 2)).to(q.dtype)
 
-# How codes are unpacked: two by one instruction, and without a conversion. The plane of d = 128 at 2 bits is read as 16
+# How codes are unpacked: one instruction yields two of them, and nothing is converted. The plane of d = 128 at 2 bits is read as 16
 # words of 16 bits; word w is the bytes 2w and 2w + 1:
 #
 #     bits of word w    15 14  13 12  11 10    9  8     7  6    5  4    3  2   1  0
 #     channel           2w+97  2w+65  2w+33    2w+1     2w+96   2w+64   2w+32  2w
 #
-# A 32-bit register a holds two such words, one in each half. A copy of it, shifted right by 8, is b:
+# The register `a`, of 32 bits, holds two such words, w and w + 1. The register `b` is `a` shifted right by 8:
 #
-#     register a     | upper byte, lower byte of word w+1 | upper byte, lower byte of word w |
-#     register b     |          0, upper byte of word w+1 |             , upper byte of word w |
+#     register a     | upper byte of w+1, lower byte of w+1 | upper byte of w,   lower byte of w |
+#     register b     | 0,                 upper byte of w+1 | lower byte of w+1, upper byte of w |
 #
-# One `and` with the same mask in both halves leaves one code of each word, where it is, and each half of the result *is* a
-# float16:
+# One `and` with the same mask in both halves leaves one code in each, where it is, and each half of the result *is* a
+# float16. (No mask reaches a half's upper byte.) The half of word w is, for each mask:
 #
-#     mask of each half         what is left              as a float16      channel in a     in b
+#     mask of each half         what is left              as a float16      channel, from a  from b
 #     0 00000 0000000011        0 00000 00000000cc        code · 2^-24      2w               2w + 1
 #     0 00000 0000001100        0 00000 000000cc00        code · 2^-22      2w + 32          2w + 33
 #     0 00000 0000110000        0 00000 0000cc0000        code · 2^-20      2w + 64          2w + 65
@@ -519,18 +525,19 @@ def decode_attention_ref(
 #
 # A float16 whose exponent bits are 0 is subnormal: it is its mantissa times 2^-24, and tensor cores multiply
 # subnormals exactly (Fasi et al., 2021). The powers of two are made up for elsewhere: in the queries for the keys, in
-# the finished sums for the values. What one mask takes out of all words of a token is a *slice*, a row of this table.
+# the finished sums for the values. What one mask takes out of one register, over all words of a plane, is a *slice*: a
+# cell of the last two columns. A token at 2 bits has eight.
 
 class Slice(NamedTuple):
     """The codes of a packed token that one mask takes out of all words of a plane, one code of each word."""
     width: int          # bits of a code in this plane
     plane_byte: int     # where in the token the plane begins
-    word_bits: int      # 16, or 8 where 16-bit words would be fewer than the 16 columns of a tensor core
+    word_bits: int      # 16, or 8 where 16-bit words would be fewer than 16, a tensor core's least inner dimension
     words: int          # how many the plane has
     bit: int            # where in each word the slice lies
     channel: int        # which channel lies in the first word
     step: int           # from a word's channel to the next word's
-    exponent: int       # the masked float16 times 2^(24 + exponent) is what these bits add to the code
+    exponent: int       # the masked float16 times 2^(24 + exponent) is what these bits contribute to the code
 
 def slices(d, bits):
     """List all slices of d packed codes, plane by plane."""
@@ -557,10 +564,11 @@ def slices(d, bits):
 
 @constexpr_function
 def unpack_ptx(width, word_bits):
-    """Write the PTX that takes 32 bits of packed codes apart, as the table above, and the constraints of its operands.
+    """Write the PTX that takes 32 bits of packed codes apart, and the constraints of its operands.
 
     An output is a register of two float16, and outputs come slice by slice. Of two 16-bit words (Triton's pack=2) a slice
-    is one register. Of four bytes (pack=4) it is two: a gets the first two bytes and b the others.
+    is one register, and `a` and `b` are those of the table above. Of four 8-bit words (pack=4) a slice is two registers:
+    `a` has the first two bytes, one in each half, and `b` the other two.
     """
     outputs = []                # of each: the register it is taken from, and the bit of the byte where the code lies
     if word_bits == 16:
@@ -593,18 +601,18 @@ class Variant(NamedTuple):
     TILE: int           # packed tokens that are read at a time
     WINDOW: int         # slots of a window that one program takes
     FAST: bool          # whether codes are unpacked by `unpack_ptx`
-    DOT: type           # of the operands of dot products with codes
+    DOT: type           # of the operands of dot products
 
 LOG2E = constant(1.4426950408889634)
-RANGE = constant(2.0**14)       # queries and weights are scaled to at most this; float16 ends at 2^16
-REMAINDER = constant(2.0**10)   # 2^24, which masked codes lack, over RANGE
+RANGE = constant(2.0**14)       # queries and weights are scaled to about this; float16 ends at 2^16
+REMAINDER = constant(2.0**10)   # 2^24 / RANGE: masked codes are 2^24 too small, the scaling makes up for RANGE of it
 LEAST = constant(-1e30)         # a score in place of −∞: the merge gives an empty part weight 0, and no NaN
 
 @jit
 def _load_slice(
         ptr, token, exists, AXIS: tl.constexpr, BITS: tl.constexpr, SLICE: tl.constexpr,
         MASKED: tl.constexpr, VARIANT: tl.constexpr):
-    """Load a plane of some tokens, words along AXIS, and keep one slice of it, as subnormal float16.
+    """Load a plane of some tokens, words along AXIS, and keep one slice of it: subnormal float16, in VARIANT.DOT.
 
     The compiler merges what the slices of a plane have in common: one load and one unpacking for all.
     """
@@ -646,11 +654,11 @@ def _split_pair(pair):
 def _load_queries(q_ptr, is_query, VARIANT: tl.constexpr):
     """Load the queries slice by slice, in the range of float16, with the factors that undo what is done to them.
 
-        masked codes              code · 2^-(24 + exponent)
+        masked codes              code · 2^-(24 + exponent), with `code` what the slice's bits contribute to it
         queries                   q / largest · RANGE · 2^exponent
-        so their dot product is   q · code / (largest · REMAINDER), the score in these units
-        unit                      largest · REMAINDER · d^-1/2 · log2(e), which makes it softmax's, as a power of 2
-        offset_factor             Σq / (largest · REMAINDER), what a key's offset adds in these units
+        so their dot product is   q · code / (largest · REMAINDER): this is how scores are kept
+        unit                      largest · REMAINDER · d^-1/2 · log2(e): score · unit is softmax's exponent, of 2
+        offset_factor             Σq / (largest · REMAINDER): what a key's offset adds to such a score
     """
     q = tl.load(q_ptr + tl.arange(0, VARIANT.D)[:, None], mask=is_query, other=0)
     largest = tl.maximum(tl.max(tl.abs(q), 0), 1e-30)
@@ -697,7 +705,7 @@ def _attend_tile(state, query, packed, start, end, MASKED: tl.constexpr, VARIANT
     if MASKED:
         score = tl.where(exists[:, None], score, -float("inf"))
 
-    # Softmax, with the largest score so far taken off. (peak begins at LEAST, so −∞ makes no NaN.)
+    # Softmax, with the largest score so far taken off, both times `unit`. (peak begins at LEAST, so −∞ makes no NaN.)
     new_peak = tl.maximum(peak, tl.max(score, 0) * unit)
     p = tl.exp2(score * unit[None, :] - new_peak[None, :])
     decay = tl.exp2(peak - new_peak)
@@ -710,7 +718,7 @@ def _attend_tile(state, query, packed, start, end, MASKED: tl.constexpr, VARIANT
     weight = weight.to(VARIANT.DOT)
     sums_decay = decay * (largest_scale / new_largest_scale)
 
-    # Values: Σ p · scale · codes. Words come first, since transposing codes would take shared memory.
+    # Values: Σ p · scale · codes. Here codes are (words, tokens), since transposing them would take shared memory.
     new_sums = ()
     for i in tl.static_range(len(sums)):
         codes = _load_slice(
