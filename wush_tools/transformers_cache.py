@@ -1,13 +1,14 @@
 """Transformers: calibrating its models, folding values into them, and WushCache, its Cache made of window caches.
 
-A model runs a WushCache with any attention. With its own, `model.set_attn_implementation("wush")`, a step reads the
-packed tokens as they lie; with any other, all tokens are dequantized at every step. These are the ways of a call's
-keys k and values v, of one layer:
+A model runs a WushCache with any attention. With this file's own, `model.set_attn_implementation("wush")`, a step reads
+the packed tokens as they lie; with any other, all tokens are dequantized at every step. Transformers hands keys k and
+values v to the cache first and calls the attention afterwards, with what the cache returned. For "wush" that is a
+placeholder, *marked* with the layer of the cache that keeps k and v until the queries q are there too:
 
     "wush"      update(k, v)  ->  layer.waiting    attention(q, marked keys)  ->  layer.attend  ->  window cache
     another     update(k, v)  ->  window cache     ->  all keys and values, dequantized  ->  attention
 
-The window cache stores T_V v. `folded_values` makes the model's values come out like this; without it the layer
+The window cache stores T_V v, always. `folded_values` makes the model's values come out like this; without it the layer
 transforms the values itself, and the outputs back.
 """
 import copy
@@ -48,8 +49,8 @@ from wush_tools.checkpoints import check_head_dim, digest, explained, head_dim, 
 # Models
 #
 # Transformers knows several hundred architectures. A window cache serves those whose layers all attend to all
-# earlier tokens and whose queries, keys, values and outputs have one head dim. The others are refused before
-# anything is computed.
+# earlier tokens and whose queries, keys, values and outputs have one head dim. The others are refused: most by their
+# config, before anything is computed.
 
 def kv_heads(config):
     """Return the number of KV heads; some configs leave it out."""
@@ -61,6 +62,7 @@ def decoder_config(config):
     layer_types = getattr(config, "layer_types", None) or []
     kinds = set(layer_types) - {"full_attention"}
     if not kinds:
+        # Configs that do not list their layers: which cache would transformers make for them?
         own_layers = DynamicCache(config=config).layers
         kinds = {type(layer).__name__ for layer in own_layers} - {DynamicLayer.__name__}
     if kinds:
@@ -98,7 +100,7 @@ def attention_modules(model, *projections):
     return modules
 
 def check_width(module, name, feature, width):
-    """Refuse a projection of another width than its heads have together."""
+    """Refuse a projection of another width than its heads have together; one that does not exist has no wrong width."""
     found = getattr(getattr(module, name, None), feature, width)
     if found != width:
         raise ValueError(
@@ -111,7 +113,10 @@ def register_attention(name, function):
     AttentionMaskInterface.register(name, sdpa_mask)
 
 def grouped(query, key, scaling):
-    """Group queries (b, h, t, d) by KV head, (b, g, r, t, d), scaled so that d^(-1/2) remains to be done."""
+    """Group queries (b, h, t, d) by KV head, (b, g, r, t, d), for an attention that multiplies scores by d^(-1/2).
+
+    A model with another `scaling` gets its queries scaled by what that differs.
+    """
     d = query.shape[-1]
     factor = 1.0 if scaling is None else scaling * d ** 0.5
     if abs(factor - 1) > 1e-6:
@@ -152,7 +157,10 @@ def check_transform(T):
         raise ValueError("the transforms hold NaN or infinity")
 
 def float_basis(basis, refine, group):
-    """Return a basis in float32. Raises ValueError if it was not made with these refinements and this group."""
+    """Return a basis in float32. Raises ValueError if it has H' without feedback in `refine`, or the reverse.
+
+    With H', codes are searched group by group: its blocks must be the groups.
+    """
     T, H = basis
     check_transform(T)
     if (H is not None) != refine.feedback:
@@ -161,7 +169,8 @@ def float_basis(basis, refine, group):
         return Basis(T.float())
 
     m = T.shape[-1]
-    if H.shape != T.shape or m != (group or T.shape[2] * m):
+    d = T.shape[2] * m
+    if H.shape != T.shape or m != (group or d):
         raise ValueError(
             f"H' of shape {tuple(H.shape)} does not fit blocks of {m} and groups of {group}")
     return Basis(T.float(), H.float())
@@ -301,7 +310,7 @@ def calibrate(
 # A fold changes the weights of a model for a while, and a cache must know: values come out transformed. Since a cache
 # may have been copied, pickled or loaded, it asks the attention module that runs, whose hooks announce the fold.
 
-FOLD = ContextVar("FOLD", default=None)      # the digest of the T_V that the running module's values went through
+FOLD = ContextVar("FOLD", default=None)      # the digest of the T_V folded into the running module, before `in_range`
 
 class Announcement:
     """Hooks on an attention module which set FOLD while it runs: `WushCache.update` is not told which module calls."""
@@ -328,7 +337,8 @@ def is_folded(module):
 def in_range(T_V):
     """Scale each head's T_V (..., g, n, m, m) by a power of two, so that no |T v| is larger than the largest |v|.
 
-    In float16 it might overflow otherwise. In float32 and bfloat16 the powers of two change no digit.
+    In float16 it might overflow otherwise. In float32 and bfloat16 the powers of two change no digit. An entry of T v is
+    at most the sum of a row's |T| times the largest |v|. Fold and cache both use this T_V.
     """
     row_sums = T_V.abs().sum(-1).amax((-2, -1))                  # (..., g)
     exponent = row_sums.log2().ceil().clamp(min=0)
@@ -400,8 +410,8 @@ def shard_transforms(transforms, rank, world_size):
 # ----------------------------------------------------------------------------------------------------------------
 # Attention "wush"
 #
-# Transformers calls an attention with the keys that the cache's `update` has returned. Ours finds by them the layer
-# of the cache, which has kept the call's keys and values until the queries are there too.
+# Transformers calls an attention with the keys that the cache's `update` has returned. Their mark names the layer of the
+# cache, and this layer has kept the call's true keys and values until now, when the queries are there too.
 
 # The padding that each living mask shows: it is read once for all layers of a call, since reading waits for a GPU.
 PADDING = WeakTensorKeyDictionary()
@@ -409,7 +419,8 @@ PADDING = WeakTensorKeyDictionary()
 def row_padding(mask, batch, length):
     """Read each row's left padding from the mask (b, 1, t, length) of the last t tokens.
 
-    Raises ValueError for one that shows a query anything but all columns from the padding up to its own.
+    Raises ValueError for a mask unless each query sees exactly the columns from the end of the padding up to the query's
+    own. What queries see that are padding themselves does not matter.
     """
     refusal = (
         f"attention 'wush' serves causal masks with padding at the left only, of {length} columns")
@@ -439,7 +450,7 @@ def row_padding(mask, batch, length):
     return pad.tolist()
 
 class NoGradient(torch.autograd.Function):
-    """Pass x on; if `like` wants gradients, a backward pass raises instead of leaving them out."""
+    """Pass x on, in a graph with `like`: if that wants gradients, a backward pass raises instead of leaving them out."""
 
     @staticmethod
     def forward(context, x, like):
@@ -459,7 +470,7 @@ def wush_attention(module, query, key, value, mask, scaling=None, dropout=0.0, *
     if layer is None:
         return sdpa_attention_forward(module, query, key, value, mask, dropout, scaling, **options)
     k, v = layer.take_waiting()
-    layer.config = module.config         # the cache's own may have been a copy of the model's
+    layer.config = module.config         # `update` asks it for the attention; the cache's own may have been a copy
 
     unknown = []
     for name in ("softcap", "s_aux", "sliding_window", "position_bias"):
@@ -485,7 +496,10 @@ register_attention("wush", wush_attention)                       # may be chosen
 # as they are.
 
 def crop(window, count):
-    """Drop the last `count` tokens of every row."""
+    """Drop the last `count` tokens of every row.
+
+    Counts alone say which slots of the buffers are tokens. Where recent tokens do not suffice, packed ones are dropped.
+    """
     sink = window.windows.sink
     window.n_tokens = [max(n - count, 0) for n in window.n_tokens]
     rows = zip(window.n_packed, window.n_tokens)
@@ -542,18 +556,18 @@ def restore(window, saved):
             buffer.to(device, copy=True) for buffer in buffers]
 
 def check_buffer(buffer, empty):
-    """Refuse a buffer that does not stand in for an empty one: only the numbers of tokens may differ."""
-    same_rows = buffer.shape[:2] == empty.shape[:2]
-    same_numbers = buffer.shape[3:] == empty.shape[3:] and buffer.dtype == empty.dtype
-    if not same_rows or not same_numbers:
+    """Refuse a buffer that cannot take the place of an empty one: it must differ in its third axis, tokens, alone."""
+    same_heads = buffer.shape[:2] == empty.shape[:2]
+    same_entries = buffer.shape[3:] == empty.shape[3:] and buffer.dtype == empty.dtype
+    if not same_heads or not same_entries:
         raise ValueError(f"its tokens are of shape {tuple(buffer.shape)} and {buffer.dtype}")
 
 
 # ----------------------------------------------------------------------------------------------------------------
 # The cache
 #
-# A WushCache is a WushLayer per layer of the model, and a WushLayer is a WindowCache, made when the first keys show
-# the batch, the dtype and the device, and the translation of transformers' calls into its own.
+# A WushCache has a WushLayer per layer of the model. A WushLayer holds a WindowCache, which it makes when the first keys
+# show the batch, the dtype and the device, and translates transformers' calls into those of the WindowCache.
 
 def shows_padding(options):
     """Say whether the options of `update` show padding: two neighbours of a row at the same position."""
@@ -661,7 +675,9 @@ class WushLayer:
         self.lazy_initialization(k)
         self.check(k, v)
         if self.config._attn_implementation == "wush":
-            # There is no other way to tell the attention which layer it serves.
+            # The attention will be given what is returned here, and nothing else says which layer it serves. So return a
+            # placeholder with the shape of all cached keys, one number large, that names the layer. `length` stays until
+            # `attend`, as an attention may refuse.
             self.waiting = (k, v)
             batch, heads, t, d = k.shape
             empty = k.new_empty(()).expand(batch, heads, self.length + t, d)
@@ -673,8 +689,11 @@ class WushLayer:
             self.warn([*args, *kwargs.values()])
         with full_precision(k.device):
             dtype = self.window.keys.recent.dtype
-            self.window.append(k.to(dtype), self.transformed(v.to(dtype)), [0] * len(k))
+            no_padding = [0] * len(k)                            # what there is counts as text
+            self.window.append(k.to(dtype), self.transformed(v.to(dtype)), no_padding)
             self.length += k.shape[2]
+
+            # Read before the flush: a call sees its own tokens as they are.
             keys = self.keys
             values = self.values
             self.window.flush()
@@ -708,7 +727,7 @@ class WushLayer:
         return v if FOLD.get() else apply(self.T_V_inverse, v).to(v.dtype)
 
     def take_waiting(self):
-        """Hand over the keys and values of this call. Whatever comes next, the cache is fit for another call."""
+        """Hand over the keys and values of this call, once: if the attention refuses, this layer can begin another call."""
         if self.waiting is None:
             raise ValueError("attention 'wush' was given the keys of another call")
         k, v = self.waiting
@@ -723,9 +742,12 @@ class WushLayer:
         batch, t = k.shape[0], k.shape[2]
         pad = [0] * batch
         if mask is not None:
+            # All layers of a call share a mask; layer 0 reads it anew, as the next call may have rewritten it in place.
             if self.l == 0 or mask not in PADDING:
                 PADDING[mask] = row_padding(mask, batch, before + t)
             pad = PADDING[mask]
+
+        # Padding of earlier calls was left out of the windows, though `length` counts it.
         left_out = [before - n for n in self.window.n_tokens]
         if [min(padding, before) for padding in pad] != left_out:
             raise ValueError("the mask hides other columns than were padding when they were cached")
@@ -743,7 +765,7 @@ class WushLayer:
         return self.length
 
     def get_mask_sizes(self, query):
-        """Return (length with the new tokens, 0); transformers 5.0 gives the tokens' positions."""
+        """Return (length with the new tokens, 0). `query` is their number; in transformers 5.0, their positions."""
         t = query if isinstance(query, int) else len(query)
         return self.length + t, 0
 
@@ -753,7 +775,7 @@ class WushLayer:
     get_max_cache_shape = get_max_length
 
     def crop(self, tokens):
-        """Drop the last −tokens tokens; a positive number is the length to keep, as in transformers 5.0."""
+        """Drop as many tokens as a negative number says; a positive one is the length to keep, as in transformers 5.0."""
         count = min(-tokens, self.length) if tokens <= 0 else max(self.length - tokens, 0)
         if self.window is not None:
             crop(self.window, count)
