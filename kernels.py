@@ -212,7 +212,8 @@ def exactly(reference):
 
 ENCODE_TOKENS = 16              # of one program
 ENCODE_CHANNELS = 16            # of T, or of F, that are in registers at a time
-ENCODE_REGISTERS = 255          # per thread, at most. With a lower bound sweeps spill at d = 128; so they do without any
+ENCODE_REGISTERS = 255          # per thread, at most. Left alone, ptxas takes fewer and spills
+ENCODE_WARPS = 8                # of one program: with four, sweeps spill at d = 128
 SMALLEST_NORMAL = constant(2.0**-126)
 SMALLEST_NORMAL_BITS = constant(0x80)      # as a bfloat16
 INTEGERS = constant(2.0**23)    # from here on, a float32 has no fraction: adding this rounds, and ties go to even
@@ -311,8 +312,24 @@ def _feed_back(steps, F_ptr, BITS: tl.constexpr, SLICE: tl.constexpr):
     return _nearest_code(steps, BITS)
 
 @jit
-def _sweep(codes, steps, H_ptr, BITS: tl.constexpr, SLICE: tl.constexpr):
-    """Move each code in turn to where it costs least beside all others, e = codes − steps costing eᵀ H' e: the codes (s, d).
+def _own_direction(y, H_ptr, WEIGHT: tl.constexpr, SLICE: tl.constexpr):
+    """Return u = √WEIGHT · H' y, (s, d), slice by slice of SLICE channels."""
+    S: tl.constexpr = y.shape[0]
+    D: tl.constexpr = y.shape[1]
+    channel = tl.arange(0, SLICE)
+    slice_number = tl.arange(0, D // SLICE)[None, :, None]
+    d = tl.arange(0, D)
+    u = tl.zeros([S, D // SLICE, SLICE], tl.float32)
+    for i in range(0, D // SLICE):
+        # H' is symmetric: its rows of the slice are read as columns, (d, SLICE).
+        H_columns = H_ptr + (i * SLICE + channel)[None, :] * D + d[:, None]
+        part = tl.dot(y, tl.load(H_columns), input_precision="tf32x3") * WEIGHT**0.5
+        u = tl.where(slice_number == i, part[:, None, :], u)
+    return tl.reshape(u, [S, D])
+
+@jit
+def _sweep(codes, steps, u, H_ptr, BITS: tl.constexpr, SLICE: tl.constexpr):
+    """Move each code in turn to where it costs least, e = codes − steps costing eᵀ H' e + (uᵀ e)²: the codes (s, d).
 
     One dot product makes the gradient H' e of a slice of SLICE channels, which then move one by one, in registers.
     """
@@ -321,24 +338,28 @@ def _sweep(codes, steps, H_ptr, BITS: tl.constexpr, SLICE: tl.constexpr):
     channel = tl.arange(0, SLICE)
     slice_number = tl.arange(0, D // SLICE)[None, :, None]
     d = tl.arange(0, D)
+    u_slices = tl.reshape(u, [S, D // SLICE, SLICE])
+    shrinkage = tl.sum(u * (codes - steps), 1)[:, None]        # uᵀ e
     for i in range(0, D // SLICE):
-        # H' is symmetric: its rows of the slice are read as columns, (d, SLICE).
         H_columns = H_ptr + (i * SLICE + channel)[None, :] * D + d[:, None]
         gradient = tl.dot(codes - steps, tl.load(H_columns), input_precision="tf32x3")
 
-        # Take the slice's codes out: all others are zero under the sum.
+        # Take the slice out: all others are zero under the sum.
         codes = tl.reshape(codes, [S, D // SLICE, SLICE])
         part = tl.sum(tl.where(slice_number == i, codes, 0.0), 1)
+        u_part = tl.sum(tl.where(slice_number == i, u_slices, 0.0), 1)
         for j in range(0, SLICE):
             # To the level nearest to the lowest point of the cost.
             is_j = (channel == j)[None, :]
             H_row = tl.load(H_ptr + (i * SLICE + j) * D + i * SLICE + channel)
-            curvature = tl.sum(tl.where(channel == j, H_row, 0.0), 0)
+            u_j = tl.sum(tl.where(is_j, u_part, 0.0), 1)[:, None]
+            curvature = tl.sum(tl.where(channel == j, H_row, 0.0), 0) + u_j * u_j
             code = tl.sum(tl.where(is_j, part, 0.0), 1)[:, None]
-            slope = tl.sum(tl.where(is_j, gradient, 0.0), 1)[:, None]
+            slope = tl.sum(tl.where(is_j, gradient, 0.0), 1)[:, None] + u_j * shrinkage
             best = _nearest_code(code - slope / curvature, BITS)
             part = tl.where(is_j, best, part)
             gradient += (best - code) * H_row[None, :]
+            shrinkage += u_j * (best - code)
         codes = tl.reshape(tl.where(slice_number == i, part[:, None, :], codes), [S, D])
     return codes
 
@@ -357,7 +378,7 @@ def _store_plane(ptr, codes, exists, WIDTH: tl.constexpr, BELOW: tl.constexpr):
 def _encode_kernel(
         x_ptr, T_ptr, H_ptr, F_ptr, codes_ptr, pairs_ptr, x_strides, tokens, G,
         RANK: tl.constexpr, ALPHA: tl.constexpr, CENTRED: tl.constexpr, SWEEPS: tl.constexpr,
-        D: tl.constexpr, BITS: tl.constexpr, HAS_T: tl.constexpr, HAS_F: tl.constexpr,
+        OWN: tl.constexpr, D: tl.constexpr, BITS: tl.constexpr, HAS_T: tl.constexpr, HAS_F: tl.constexpr,
         BLOCK: tl.constexpr, CHUNK: tl.constexpr):
     """Encode BLOCK tokens of one head."""
     # Where this program reads and writes. Heads count (b, g), in 64 bits, or offsets would wrap at 2^31.
@@ -395,8 +416,12 @@ def _encode_kernel(
     steps = tl.div_rn(y - offset, scale)
     if HAS_F:
         codes = _feed_back(steps, F_ptr + head % G * D * D, BITS, CHUNK)
+        H_ptr += head % G * D * D
+        u = tl.zeros([BLOCK, D], tl.float32)
+        if OWN > 0:
+            u = _own_direction(y, H_ptr, OWN, CHUNK)
         for _ in range(SWEEPS):
-            codes = _sweep(codes, steps, H_ptr + head % G * D * D, BITS, CHUNK)
+            codes = _sweep(codes, steps, u, H_ptr, BITS, CHUNK)
     else:
         codes = _nearest_code(steps, BITS)
 
@@ -431,13 +456,15 @@ def check_encode(x, T, H, F, bits, alpha, rank):
 
 def encode(
         x: Tensor, T: Tensor | None, H: Tensor | None, F: Tensor | None, bits: int, sweeps: int = 0,
-        centred: bool = False, alpha: float = 0.0, rank: int = 0) -> tuple[Tensor, Tensor] | None:
+        centred: bool = False, own: float = 0.0,
+        alpha: float = 0.0, rank: int = 0) -> tuple[Tensor, Tensor] | None:
     """Encode x (b, g, s, d): codes (b, g, s, d·bits/8) and pairs (b, g, s, 1); None where the kernel cannot run.
 
     With alpha > 0 the levels of y = T x span ±alpha · RMS(y). With alpha = 0 they span the values of y from the least to
     the largest, after these are clamped to the rank-th smallest |y|, counted from 0. If `centred`, all this is about the
     mean of y, and at last the offset takes up the mean error. With H' and F, rounding errors are fed back, and `sweeps`
-    times all codes move to where they cost least. T, H' and F are (g, 1, d, d), None for none.
+    times all codes move to where they cost least: an error δ costs δᵀ H' δ + own · (yᵀ H' δ)². T, H' and F are
+    (g, 1, d, d), None for none.
 
     Moves, per token and head, d elements of x and d·bits/8 + 4 bytes; and per 16 tokens 4·d² bytes of T, half as many of
     F, and in each sweep as many of H' as of T.
@@ -445,9 +472,9 @@ def encode(
     check_encode(x, T, H, F, bits, alpha, rank)
     if not serves(x) or x.shape[-1] not in HEAD_DIMS:
         return None
-    return attempt(launch_encode, x, T, H, F, bits, sweeps, centred, alpha, rank)
+    return attempt(launch_encode, x, T, H, F, bits, sweeps, centred, own, alpha, rank)
 
-def launch_encode(x, T, H, F, bits, sweeps, centred, alpha, rank):
+def launch_encode(x, T, H, F, bits, sweeps, centred, own, alpha, rank):
     """Launch `_encode_kernel`, one program per 16 tokens and head."""
     b, g, s, d = x.shape
     codes = torch.empty(b, g, s, d * bits // 8, dtype=torch.uint8, device=x.device)
@@ -462,8 +489,9 @@ def launch_encode(x, T, H, F, bits, sweeps, centred, alpha, rank):
     grid = triton.cdiv(s, ENCODE_TOKENS), b * g
     _encode_kernel[grid](
         x, T_buffer, H_buffer, F_buffer, codes, pairs, x.stride(), s, g,
-        rank, alpha, centred, sweeps, d, bits,
-        T is not None, F is not None, ENCODE_TOKENS, ENCODE_CHANNELS, maxnreg=ENCODE_REGISTERS)
+        rank, alpha, centred, sweeps, own, d, bits,
+        T is not None, F is not None, ENCODE_TOKENS, ENCODE_CHANNELS,
+        maxnreg=ENCODE_REGISTERS, num_warps=ENCODE_WARPS)
     return codes, pairs
 
 

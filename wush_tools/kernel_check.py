@@ -71,7 +71,7 @@ def encodings(d, bits, device):
     return [
         wush_kv.Encoding(quest, T),
         wush_kv.Encoding(affine, T),
-        wush_kv.Encoding(quest, T, H.float(), F.float(), centred=True),
+        wush_kv.Encoding(quest, T, H.float(), F.float(), centred=True, own=0.5),
     ]
 
 def encode_by_kernel(x, encoding):
@@ -81,7 +81,7 @@ def encode_by_kernel(x, encoding):
     numbers = row.kernel_numbers(codec.bits, codec.clip, x.shape[-1])
     return kernels.encode(
         x, encoding.transform, encoding.hessian, encoding.feedback, codec.bits, wush_kv.SWEEPS,
-        encoding.centred, **numbers)
+        encoding.centred, encoding.own, **numbers)
 
 def share_of_rows_that_differ(x, encoding):
     """Return which share of the tokens x get other codes, or another pair, from the kernel."""
@@ -138,10 +138,11 @@ def compile_encode(capability, d, bits, alpha=0.0, centred=False, has_F=False):
     """Compile `_encode_kernel` as `encode` launches it, with a transform."""
     kinds = "*bf16", "*fp32", "*fp32", "*fp32", "*u8", "*i32", ("i32",) * 4, "i32", "i32"
     constants = (
-        d - 5, alpha, centred, wush_kv.SWEEPS, d, bits, True, has_F,
+        d - 5, alpha, centred, wush_kv.SWEEPS, wush_kv.OWN_DIRECTION, d, bits, True, has_F,
         kernels.ENCODE_TOKENS, kernels.ENCODE_CHANNELS)
     return compile_for(
-        capability, kernels._encode_kernel, kinds, constants, maxnreg=kernels.ENCODE_REGISTERS)
+        capability, kernels._encode_kernel, kinds, constants,
+        maxnreg=kernels.ENCODE_REGISTERS, num_warps=kernels.ENCODE_WARPS)
 
 class Cost(NamedTuple):
     registers: int      # per thread
