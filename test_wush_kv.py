@@ -95,10 +95,10 @@ def test_hadamard_is_sylvesters_orthonormal_matrix_or_refused_by_name(order):
         with pytest.raises(ValueError, match=str(order)):
             W.hadamard(order)
         return
-    signs = torch.ones(order, order, dtype=torch.float64)
+    signs = np.ones((order, order))
     for i, j in np.ndindex(order, order):
         signs[i, j] = (-1.0) ** (i & j).bit_count()
-    expected = signs / math.sqrt(order)
+    expected = torch.from_numpy(signs) / math.sqrt(order)
     assert close(W.hadamard(order), expected, 1e-15)
     assert close(moment(W.hadamard(order)), eye(order), 1e-12)
 
@@ -1066,7 +1066,6 @@ def test_wush_a_key_hessian_predicts_what_small_noise_does_to_the_module():
 
 # ---- equality with transformers; 1e-4 is float32's 6e-8 · condition of T (100) · logits (5) · a few
 
-@pytest.mark.parametrize("cuts", [[60] + [1] * 100, [7, 53, 20, 80], [160]])
 @pytest.mark.parametrize("kind, changes", [
     ("qwen3", {}),
     ("qwen3", {"attention_bias": True}),
@@ -1076,16 +1075,19 @@ def test_wush_a_key_hessian_predicts_what_small_noise_does_to_the_module():
     ("llama", {"head_dim": None, "num_attention_heads": 4}),
 ])
 def test_logits_equal_transformers_with_transform_on_and_quantization_off(
-        kind, changes, cuts, tmp_path):
+        kind, changes, tmp_path):
+    """Whatever the cut into calls: single steps, ragged, all at once."""
     hf, model = saved(tmp_path, kind, **changes)
     ids = tokens(2, 160)
+    expected = reference(hf, ids)
     folded = W.fold_values(model, transforms(model, seed=3))
-    cache = W.new_cache(folded, scheme(transforms(model), OFF, OFF), WINDOWS, batch=2)
-    assert distance(fed(folded, cache, ids, cuts), reference(hf, ids)) < 1e-4
-    assert cache[0].n_tokens == [160, 160]
-    assert cache[0].n_packed == [128, 128]                   # (160 - 4 - 24) // 8 * 8
-    plain = W.new_cache(model, batch=2)
-    assert distance(fed(model, plain, ids, cuts), reference(hf, ids)) < 1e-4
+    for cuts in ([60] + [1] * 100, [7, 53, 20, 80], [160]):
+        cache = W.new_cache(folded, scheme(transforms(model), OFF, OFF), WINDOWS, batch=2)
+        assert distance(fed(folded, cache, ids, cuts), expected) < 1e-4
+        assert cache[0].n_tokens == [160, 160]
+        assert cache[0].n_packed == [128, 128]               # (160 - 4 - 24) // 8 * 8
+        plain = W.new_cache(model, batch=2)
+        assert distance(fed(model, plain, ids, cuts), expected) < 1e-4
 
 def test_logits_equal_transformers_in_bfloat16(tmp_path):
     """3e-2 of the largest logit: a few of bfloat16's steps of 2^-8."""
@@ -1104,29 +1106,29 @@ def test_logits_equal_transformers_in_bfloat16(tmp_path):
 def test_decode_equals_transformers_at_every_position_across_buffer_growth(pair):
     """K of a token stays, and equals transformers' DynamicCache's to eps · condition · |k|."""
     hf, model = pair
-    ids = tokens(1, 600)
+    ids = tokens(1, 328)
     T = transforms(model, condition=4.0)
     cache = W.new_cache(model, scheme(T, OFF, OFF), W.Windows(4, 16, 4))
     plain = W.new_cache(model)
     every = slice(None)
     steps = []
     stored = {}
-    for i in range(600):
+    for i in range(328):
         token = ids[:, i:i + 1]
         steps.append(W.logits(model, W.feed(model, cache, token)))
         W.feed(model, plain, token)
-        if i in (200, 300):
+        if i in (150, 250):
             stored[i] = cache[1].keys.read_packed(every, 100).clone()
     assert distance(torch.cat(steps, 1), reference(hf, ids)) < 1e-4
-    assert cache[0].n_tokens == plain[0].n_tokens == [600]
-    assert torch.equal(stored[200], stored[300])
+    assert cache[0].n_tokens == plain[0].n_tokens == [328]
+    assert torch.equal(stored[150], stored[250])
 
     with torch.no_grad():
         theirs = hf(ids, use_cache=True).past_key_values
     for l in range(2):
-        k = W.apply(torch.linalg.inv(T[l]), cache[l].keys.read_packed(every, 580))
-        assert distance(k, theirs.layers[l].keys[:, :, 4:584]) < 1e-5
-        assert distance(plain[l].k[:, :, :600], theirs.layers[l].keys) < 1e-5
+        k = W.apply(torch.linalg.inv(T[l]), cache[l].keys.read_packed(every, 308))
+        assert distance(k, theirs.layers[l].keys[:, :, 4:312]) < 1e-5
+        assert distance(plain[l].k[:, :, :328], theirs.layers[l].keys) < 1e-5
 
 @pytest.mark.parametrize("bias", [False, True])
 def test_fold_leaves_logits_and_original_as_they_were(bias, tmp_path):
@@ -1266,28 +1268,6 @@ def test_cache_holds_its_bytes_per_token_and_head_and_no_more(bits, d, expected,
     spare = needed // 16 if call == 1 else 0     # what grew token by token
     assert needed <= cache.nbytes - window <= needed + spare
 
-@pytest.mark.parametrize("prefill", [0, 1, 5, 60, 161, 700, 2000])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("d", [64, 128])
-def test_cache_never_holds_much_more_than_its_tokens_need(prefill, dtype, d):
-    """At each of 300 steps its bytes are within 1.15 of codes, pairs and windows, 1.1 of unquantized tokens."""
-    windows = W.Windows()
-    side = W.Encoding(Codec(2))
-    cache = W.WindowCache(2, 1, d, W.Scheme(side, side), windows, dtype)
-    element = torch.finfo(dtype).bits // 8
-    for step, t in enumerate([prefill] + [1] * 300):
-        x = torch.zeros(2, 1, t, d, dtype=dtype)
-        cache.append(x, x, [0, 0])
-        cache.flush()
-        counts = cache.counts(0)
-        in_windows = min(sum(windows), prefill + step)
-        packed_size = d * 2 // 8 + 4
-        needed = in_windows * d * element + counts.packed * packed_size
-        both_rows_and_sides = 2 * 2
-        assert cache.nbytes <= both_rows_and_sides * 1.15 * needed
-        unquantized = (prefill + step) * d * element
-        assert cache.nbytes <= both_rows_and_sides * 1.1 * unquantized
-
 @pytest.mark.parametrize("kind", [W.WindowCache, W.PlainCache])
 def test_cache_refuses_keys_or_values_that_a_write_would_broadcast(kind):
     """Two prompts in a cache of one row, one head for two, another head dim; keys or values."""
@@ -1335,7 +1315,7 @@ def test_values_are_not_transformed_by_the_cache():
     W.WindowCache(1, 2, 16, unfolded.folded())
 
 def test_packed_bytes_of_a_token_never_change_and_each_flush_packs_its_size(pair, monkeypatch):
-    """200 tokens with windows 4/64/8 pack 128 of them; then 300 steps pack 8 at a time."""
+    """200 tokens with windows 4/64/8 pack 128 of them; then 100 steps pack 8 at a time."""
     model = pair[1]
     flushed = []
     flush = W.Store.flush
@@ -1346,18 +1326,18 @@ def test_packed_bytes_of_a_token_never_change_and_each_flush_packs_its_size(pair
 
     monkeypatch.setattr(W.Store, "flush", flush_and_note)
     cache = W.new_cache(model, scheme(transforms(model), TWO, TWO), W.Windows(4, 64, 8))
-    ids = tokens(1, 500)
+    ids = tokens(1, 300)
     first = slice(None), slice(None), slice(128)
     W.feed(model, cache, ids[:, :200])
     assert [layer.n_packed for layer in cache] == [[128]] * 2
     before = [x.clone() for x in stored_bytes(cache, *first)]
 
     flushed.clear()
-    for i in range(200, 500):
+    for i in range(200, 300):
         W.feed(model, cache, ids[:, i:i + 1])
     assert share_of_differing(before, stored_bytes(cache, *first)) == 0
     assert set(flushed) == {8}
-    assert len(flushed) <= 2 * 2 * (math.ceil(300 / 8) + 1)
+    assert len(flushed) <= 2 * 2 * (math.ceil(100 / 8) + 1)
 
 @pytest.mark.parametrize("cuts", [[128, 128, 44], [299, 1], [1] * 300])
 def test_packed_bytes_of_layer_0_do_not_depend_on_the_calls(cuts, pair):
@@ -1387,7 +1367,7 @@ def test_error_falls_with_bits_and_each_side_has_its_own(quantizer, pair):
         key_codec = Codec(key_bits, quantizer, group=group)
         value_codec = Codec(value_bits, quantizer, group=group)
         cache = W.new_cache(folded, scheme(T, key_codec, value_codec), WINDOWS, batch=2)
-        cuts = [100] + [1] * (count - 100) if count > 100 else [count - 4, 4]
+        cuts = [100, 30] + [1] * 30 if count > 100 else [count - 4, 4]
         return fed(folded, cache, ids[:, :count], cuts)
 
     off = run(16, 16)
