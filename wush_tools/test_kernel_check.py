@@ -352,7 +352,7 @@ def test_decode_kernel_serves_every_number_of_query_heads(r, bits):
 
 @needs_triton
 def test_decode_kernel_gives_zeros_for_a_row_without_tokens_beside_full_rows():
-    arguments = example(3, 2, 4, 64, (2, 4), (8, 70, 24))
+    arguments = example(3, 1, 2, 64, (2, 4), (8, 70, 24))
     arguments = with_counts(arguments, [8, 0, 0], [70, 0, 7], [24, 0, 0])
     agree(arguments)
     assert (kernels.decode_attention(*arguments)[1] == 0).all()
@@ -376,7 +376,7 @@ def inside_a_larger_buffer(x):
 
 @needs_triton
 def test_decode_kernel_reads_narrowed_buffers_and_transposed_queries():
-    q, q_packed, sinks, packed, recent, bits = example(2, 2, 4, 64, (3, 2), (9, 70, 40), seed=1)
+    q, q_packed, sinks, packed, recent, bits = example(2, 2, 2, 64, (3, 2), (9, 70, 40), seed=1)
     parts = []
     for part in sinks, packed, recent:
         *buffers, count = part
@@ -537,7 +537,7 @@ def test_decoding_by_the_kernels_equals_decoding_by_torch(bits, refined, tmp_pat
     scheme = W.Scheme(
         Encoding(Codec(bits[0], clip=1.3), T, F, refined),
         Encoding(Codec(bits[1], clip=1.3), None, F, refined))
-    ids = tokens(2, 70)
+    ids = tokens(2, 58)
     launched = set()
     attempt = kernels.attempt
 
@@ -556,7 +556,7 @@ def test_decoding_by_the_kernels_equals_decoding_by_torch(bits, refined, tmp_pat
         assert bool(launched) == by_kernels
     assert launched == {"launch_encode", "launch_decode"}
     assert not kernels.switched_off
-    assert cache[0].n_packed == [40, 32]
+    assert cache[0].n_packed == [24, 16]                     # one flush of each row was in the steps
     assert distance(logits[False], logits[True]) < 1e-4
 
 
