@@ -527,17 +527,18 @@ def test_reading_packed_tokens_serves_transposed_and_strided_buffers():
 
 
 
-@pytest.mark.parametrize("bits, refined", [((2, 2), True), ((3, 4), False)])
-def test_decoding_by_the_kernels_equals_decoding_by_torch(bits, refined, tmp_path, monkeypatch):
+@pytest.mark.parametrize("bits, refined, layers", [((2, 2), True, 1), ((3, 4), False, 2)])
+def test_decoding_by_the_kernels_equals_decoding_by_torch(
+        bits, refined, layers, tmp_path, monkeypatch):
     """A ragged batch through prefill, flushes and steps, with the kernels and without."""
-    model = saved(tmp_path, head_dim=64, num_attention_heads=4)[1]
+    model = saved(tmp_path, head_dim=64, num_attention_heads=4, num_hidden_layers=layers)[1]
     folded = W.fold_values(model, transforms(model, 4.0))
     T = transforms(model, 4.0, seed=5)
     F = torch.eye(64).roll(1, 1).triu(1).expand_as(T) / 4 if refined else None
     scheme = W.Scheme(
         Encoding(Codec(bits[0], clip=1.3), T, F, refined),
         Encoding(Codec(bits[1], clip=1.3), None, F, refined))
-    ids = tokens(2, 58)
+    ids = tokens(2, 54)
     launched = set()
     attempt = kernels.attempt
 
