@@ -1106,29 +1106,29 @@ def test_logits_equal_transformers_in_bfloat16(tmp_path):
 def test_decode_equals_transformers_at_every_position_across_buffer_growth(pair):
     """K of a token stays, and equals transformers' DynamicCache's to eps · condition · |k|."""
     hf, model = pair
-    ids = tokens(1, 328)
+    ids = tokens(1, 600)
     T = transforms(model, condition=4.0)
     cache = W.new_cache(model, scheme(T, OFF, OFF), W.Windows(4, 16, 4))
     plain = W.new_cache(model)
     every = slice(None)
     steps = []
     stored = {}
-    for i in range(328):
+    for i in range(600):
         token = ids[:, i:i + 1]
         steps.append(W.logits(model, W.feed(model, cache, token)))
         W.feed(model, plain, token)
-        if i in (150, 250):
+        if i in (200, 300):
             stored[i] = cache[1].keys.read_packed(every, 100).clone()
     assert distance(torch.cat(steps, 1), reference(hf, ids)) < 1e-4
-    assert cache[0].n_tokens == plain[0].n_tokens == [328]
-    assert torch.equal(stored[150], stored[250])
+    assert cache[0].n_tokens == plain[0].n_tokens == [600]
+    assert torch.equal(stored[200], stored[300])
 
     with torch.no_grad():
         theirs = hf(ids, use_cache=True).past_key_values
     for l in range(2):
-        k = W.apply(torch.linalg.inv(T[l]), cache[l].keys.read_packed(every, 308))
-        assert distance(k, theirs.layers[l].keys[:, :, 4:312]) < 1e-5
-        assert distance(plain[l].k[:, :, :328], theirs.layers[l].keys) < 1e-5
+        k = W.apply(torch.linalg.inv(T[l]), cache[l].keys.read_packed(every, 580))
+        assert distance(k, theirs.layers[l].keys[:, :, 4:584]) < 1e-5
+        assert distance(plain[l].k[:, :, :600], theirs.layers[l].keys) < 1e-5
 
 @pytest.mark.parametrize("bias", [False, True])
 def test_fold_leaves_logits_and_original_as_they_were(bias, tmp_path):
