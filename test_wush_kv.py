@@ -99,10 +99,10 @@ def test_hadamard_is_sylvesters_orthonormal_matrix_or_refused_by_name(order):
         with pytest.raises(ValueError, match=str(order)):
             W.hadamard(order)
         return
-    signs = torch.ones(order, order, dtype=torch.float64)
+    signs = np.ones((order, order))
     for i, j in np.ndindex(order, order):
         signs[i, j] = (-1.0) ** (i & j).bit_count()
-    expected = signs / math.sqrt(order)
+    expected = torch.from_numpy(signs) / math.sqrt(order)
     assert close(W.hadamard(order), expected, 1e-15)
     assert close(moment(W.hadamard(order)), eye(order), 1e-12)
 
@@ -793,8 +793,8 @@ def test_offset_carries_the_mean_over_channels_to_half_a_step_of_bfloat16(seed, 
 def test_refined_beats_the_papers_setting_at_every_width(bits, quantizer):
     """Keys with the paper's transform and refined, on data of the moments' own: condition 1e3."""
     M, H = (S.float().double() for S in random_moments(3, 64, 2))
-    k = normal(5, 2, 4000, 64) @ torch.linalg.cholesky(M).mT
-    q = normal(6, 2, 4000, 64) @ torch.linalg.cholesky(H).mT
+    k = normal(5, 2, 1000, 64) @ torch.linalg.cholesky(M).mT
+    q = normal(6, 2, 1000, 64) @ torch.linalg.cholesky(H).mT
     calibrated = as_collected(M[None], H[None])
     loss = {}
     for refine in (W.PAPER, W.REFINED):
@@ -1177,7 +1177,6 @@ def test_long_call_equals_the_same_call_not_in_pieces(pair, monkeypatch):
 
 # ---- equality with transformers; 1e-4 is float32's 6e-8 · condition of T (100) · logits (5) · a few
 
-@pytest.mark.parametrize("cuts", [[60] + [1] * 100, [7, 53, 20, 80], [160]])
 @pytest.mark.parametrize("kind, changes", [
     ("qwen3", {}),
     ("qwen3", {"attention_bias": True}),
@@ -1187,16 +1186,19 @@ def test_long_call_equals_the_same_call_not_in_pieces(pair, monkeypatch):
     ("llama", {"head_dim": None, "num_attention_heads": 4}),
 ])
 def test_logits_equal_transformers_with_transform_on_and_quantization_off(
-        kind, changes, cuts, tmp_path):
+        kind, changes, tmp_path):
+    """Whatever the cut into calls: single steps, ragged, all at once."""
     hf, model = saved(tmp_path, kind, **changes)
     ids = tokens(2, 160)
+    expected = reference(hf, ids)
     folded = W.fold_values(model, transforms(model, seed=3))
-    cache = W.new_cache(folded, scheme(transforms(model), OFF, OFF), WINDOWS, batch=2)
-    assert distance(fed(folded, cache, ids, cuts), reference(hf, ids)) < 1e-4
-    assert cache[0].n_tokens == [160, 160]
-    assert cache[0].n_packed == [128, 128]                   # (160 - 4 - 24) // 8 * 8
-    plain = W.new_cache(model, batch=2)
-    assert distance(fed(model, plain, ids, cuts), reference(hf, ids)) < 1e-4
+    for cuts in ([60] + [1] * 100, [7, 53, 20, 80], [160]):
+        cache = W.new_cache(folded, scheme(transforms(model), OFF, OFF), WINDOWS, batch=2)
+        assert distance(fed(folded, cache, ids, cuts), expected) < 1e-4
+        assert cache[0].n_tokens == [160, 160]
+        assert cache[0].n_packed == [128, 128]               # (160 - 4 - 24) // 8 * 8
+        plain = W.new_cache(model, batch=2)
+        assert distance(fed(model, plain, ids, cuts), expected) < 1e-4
 
 def test_logits_equal_transformers_in_bfloat16(tmp_path):
     """3e-2 of the largest logit: a few of bfloat16's steps of 2^-8."""
@@ -1376,28 +1378,6 @@ def test_cache_holds_its_bytes_per_token_and_head_and_no_more(bits, d, expected,
     spare = needed // 16 if call == 1 else 0     # what grew token by token
     assert needed <= cache.nbytes <= needed + spare
 
-@pytest.mark.parametrize("prefill", [0, 1, 5, 60, 161, 700, 2000])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("d", [64, 128])
-def test_cache_never_holds_much_more_than_its_tokens_need(prefill, dtype, d):
-    """At each of 300 steps its bytes are within 1.15 of codes, pairs and windows, 1.1 of unquantized tokens."""
-    windows = W.Windows()
-    side = W.Encoding(Codec(2))
-    cache = W.WindowCache(2, 1, d, W.Scheme(side, side), windows, dtype)
-    element = torch.finfo(dtype).bits // 8
-    for step, t in enumerate([prefill] + [1] * 300):
-        x = torch.zeros(2, 1, t, d, dtype=dtype)
-        cache.append(x, x, [0, 0])
-        cache.flush()
-        counts = cache.counts(0)
-        in_windows = min(sum(windows), prefill + step)
-        packed_size = d * 2 // 8 + 4
-        needed = in_windows * d * element + counts.packed * packed_size
-        both_rows_and_sides = 2 * 2
-        assert cache.nbytes <= both_rows_and_sides * 1.15 * needed
-        unquantized = (prefill + step) * d * element
-        assert cache.nbytes <= both_rows_and_sides * 1.1 * unquantized
-
 @pytest.mark.parametrize("kind", [W.WindowCache, W.PlainCache])
 def test_cache_refuses_keys_or_values_that_a_write_would_broadcast(kind):
     """Two prompts in a cache of one row, one head for two, another head dim; keys or values."""
@@ -1445,7 +1425,7 @@ def test_values_are_not_transformed_by_the_cache():
     W.WindowCache(1, 2, 16, unfolded.folded())
 
 def test_packed_bytes_of_a_token_never_change_and_each_flush_packs_its_size(pair, monkeypatch):
-    """200 tokens with windows 4/64/8 pack 128 of them; then 300 steps pack 8 at a time."""
+    """200 tokens with windows 4/64/8 pack 128 of them; then 100 steps pack 8 at a time."""
     model = pair[1]
     flushed = []
     flush = W.Store.flush
@@ -1456,18 +1436,18 @@ def test_packed_bytes_of_a_token_never_change_and_each_flush_packs_its_size(pair
 
     monkeypatch.setattr(W.Store, "flush", flush_and_note)
     cache = W.new_cache(model, scheme(transforms(model), TWO, TWO), W.Windows(4, 64, 8))
-    ids = tokens(1, 500)
+    ids = tokens(1, 300)
     first = slice(None), slice(None), slice(128)
     W.feed(model, cache, ids[:, :200])
     assert [layer.n_packed for layer in cache] == [[128]] * 2
     before = [x.clone() for x in stored_bytes(cache, *first)]
 
     flushed.clear()
-    for i in range(200, 500):
+    for i in range(200, 300):
         W.feed(model, cache, ids[:, i:i + 1])
     assert share_of_differing(before, stored_bytes(cache, *first)) == 0
     assert set(flushed) == {8}
-    assert len(flushed) <= 2 * 2 * (math.ceil(300 / 8) + 1)
+    assert len(flushed) <= 2 * 2 * (math.ceil(100 / 8) + 1)
 
 @pytest.mark.parametrize("cuts", [[128, 128, 44], [299, 1], [1] * 300])
 def test_packed_bytes_of_layer_0_do_not_depend_on_the_calls(cuts, pair):
@@ -1493,11 +1473,12 @@ def test_error_falls_with_bits_and_each_side_has_its_own(quantizer, pair):
     T = transforms(model, condition=4.0)
     folded = W.fold_values(model, T)
 
+    @functools.cache
     def run(key_bits, value_bits, count=160, group=None):
         key_codec = Codec(key_bits, quantizer, group=group)
         value_codec = Codec(value_bits, quantizer, group=group)
         cache = W.new_cache(folded, scheme(T, key_codec, value_codec), WINDOWS, batch=2)
-        cuts = [100] + [1] * (count - 100) if count > 100 else [count - 4, 4]
+        cuts = [100, 30] + [1] * 30 if count > 100 else [count - 4, 4]
         return fed(folded, cache, ids[:, :count], cuts)
 
     off = run(16, 16)
@@ -1634,15 +1615,15 @@ def test_whole_method_is_calibrating_deriving_folding_and_caching(pair):
         W.quantize_kv_cache(model, [])
 
 def test_qwen3_8b_shapes_are_calibrated_folded_quantized_and_decoded(tmp_path):
-    """The real widths, 2 layers, random weights: 2 bits move the logits, the transforms alone do not."""
+    """The real widths, one layer, random weights: 2 bits move the logits, the transforms alone do not."""
     hf = tiny(hidden_size=4096, num_attention_heads=32, num_key_value_heads=8, head_dim=128,
-              intermediate_size=512, initializer_range=0.02)
+              num_hidden_layers=1, intermediate_size=512, initializer_range=0.02)
     hf.config.save_pretrained(tmp_path)
     config = checkpoints.read_config(tmp_path)
     model = W.Model(config, dict(hf.state_dict()), *checkpoints.rope_frequencies(config))
     moments = W.collect_moments(model, [tokens(96)])
     two_bits = W.make_scheme(moments, refine=W.PAPER)
-    assert two_bits.keys.transform.shape == (2, 8, 1, 128, 128)
+    assert two_bits.keys.transform.shape == (1, 8, 1, 128, 128)
 
     off = W.Scheme(*[encoding._replace(codec=OFF) for encoding in two_bits])
     ids = tokens(1, 64, seed=9)

@@ -5,6 +5,7 @@ import os
 import re
 import subprocess
 import sys
+import types
 import warnings
 from pathlib import Path
 
@@ -172,10 +173,14 @@ def test_encode_kernel_with_a_transform_packs_what_quantize_gives_where_sums_are
 
 
 @needs_triton
-@law(seeds, rules, widths, sizes(1, 2), sizes(1, 5))
+@law(seeds, rules, widths, sizes((1, 5), (2, 1)), examples=10)
 def test_encode_kernel_with_feedback_packs_what_quantize_gives_where_sums_are_exact(
-        seed, rule, bits, g, s):
-    """Bit for bit: each channel hears of one other at most, and by a power of two. That is a product, no sum."""
+        seed, rule, bits, heads_and_tokens):
+    """Bit for bit: each channel hears of one other at most, and by a power of two. That is a product, no sum.
+
+    Few examples, as the interpreter takes half a second for each; every rule and width meets each other above.
+    """
+    g, s = heads_and_tokens
     x = torch.randn(1, g, s, 64, generator=random(seed))
     later = torch.randint(1, 40, (g,), generator=random(seed + 1)).tolist()
     F = torch.stack([torch.eye(64).roll(i, 1).triu(1) / 2 for i in later])[:, None]
@@ -210,14 +215,14 @@ def damped_cost(T, H):
 
 
 @needs_triton
-@pytest.mark.parametrize("bits", (2, 3, 4))
-def test_encode_kernel_with_dense_feedback_moves_few_rows_and_loses_as_much(bits):
+@pytest.mark.parametrize("bits, d", [(2, 128), (3, 64), (4, 64)])
+def test_encode_kernel_with_dense_feedback_moves_few_rows_and_loses_as_much(bits, d):
     """One code that crosses a rounding edge moves those after it in its row: other codes, the same loss."""
-    M, H = random_moments(bits, 128)
+    M, H = random_moments(bits, d)
     T = W.strongest_first(W.wush(M, H, exponent=0.4))
     F = W.feedback_matrix(T, H, centred=True).float()
     cost = damped_cost(T[0, 0], H[0])
-    x = normal(1, 1, 1, 64, 128) @ torch.linalg.cholesky(M).mT
+    x = normal(1, 1, 1, 64, d) @ torch.linalg.cholesky(M).mT
     y = W.apply(T, x).float()
     how = encoding("centred", bits, 1.3, F=F)
     ours = encode_by_kernel(y, how)
@@ -227,9 +232,9 @@ def test_encode_kernel_with_dense_feedback_moves_few_rows_and_loses_as_much(bits
 
 
 @needs_triton
-@pytest.mark.parametrize("rule, rows", [("quest", 1024), ("affine", 512), ("centred", 512)])
+@pytest.mark.parametrize("rule, rows", [("quest", 512), ("affine", 256), ("centred", 256)])
 def test_encode_kernel_moves_at_most_one_code_in_ten_thousand_and_by_one_step(rule, rows):
-    """A quarter of a million values in all; the interpreter is slow at counting, so most go to "quest"."""
+    """An eighth of a million values in all; the interpreter is slow at counting, so most go to "quest"."""
     x = torch.randn(1, 1, rows, 128, generator=random(0)).bfloat16()
     T = torch.randn(1, 1, 128, 128, generator=random(1))
     how = encoding(rule, 2, 0.96, T)
@@ -322,29 +327,32 @@ def with_counts(arguments, n_sink, n_packed, n_recent):
 @law(
     seeds, sizes((1, 1), (2, 1), (1, 2)), sizes(1, 3, 4, 5, 7, 8, 16), sizes(64, 64, 128),
     st.tuples(sizes(2, 3, 4), sizes(2, 3, 4)),
-    st.tuples(sizes(0, 1, 16, 40), st.integers(0, 90), sizes(0, 16, 33, 70)))
+    st.tuples(sizes(0, 1, 16, 40), st.integers(0, 90), sizes(0, 16, 33, 70)), examples=12)
 def test_decode_kernel_equals_its_reference(seed, rows_and_heads, r, d, bits, slots):
-    """Counts are ragged, and all that lies beyond them is NaN."""
+    """Counts are ragged, and all that lies beyond them is NaN. Every r and width is sure to be met below."""
     agree(example(*rows_and_heads, r, d, bits, slots, seed=seed))
 
 
 @needs_triton
-@pytest.mark.parametrize("tokens", (0, 1, 63, 64, 65, 1025))
+@pytest.mark.parametrize("tokens", (0, 1, 63, 64, 65, 513))
 def test_decode_kernel_equals_its_reference_at_the_edges_of_tiles(tokens):
+    """513 tokens are two parts, of which the second row leaves one empty."""
     arguments = example(2, 1, 4, 128, (2, 2), (3, tokens, 5))
-    agree(with_counts(arguments, [3, 0], [tokens, tokens // 2], [5, 0]))
+    agree(with_counts(arguments, [3, 0], [tokens, tokens // 10], [5, 0]))
 
 
 @needs_triton
-@pytest.mark.parametrize("bits", (2, 3, 4, 8))
+@pytest.mark.parametrize("bits", [(2, 3), (4, 8)])
 @pytest.mark.parametrize("r", (1, 3, 4, 5, 7, 8, 16))
 def test_decode_kernel_serves_every_number_of_query_heads(r, bits):
-    agree(example(1, 1, r, 64, (bits, bits), (4, 70, 8), seed=r))
+    """Each width meets keys and values, as r is odd or even."""
+    key_and_value = bits if r % 2 else bits[::-1]
+    agree(example(1, 1, r, 64, key_and_value, (4, 70, 8), seed=r))
 
 
 @needs_triton
 def test_decode_kernel_gives_zeros_for_a_row_without_tokens_beside_full_rows():
-    arguments = example(3, 2, 4, 64, (2, 4), (8, 70, 24))
+    arguments = example(3, 1, 2, 64, (2, 4), (8, 70, 24))
     arguments = with_counts(arguments, [8, 0, 0], [70, 0, 7], [24, 0, 0])
     agree(arguments)
     assert (kernels.decode_attention(*arguments)[1] == 0).all()
@@ -368,7 +376,7 @@ def inside_a_larger_buffer(x):
 
 @needs_triton
 def test_decode_kernel_reads_narrowed_buffers_and_transposed_queries():
-    q, q_packed, sinks, packed, recent, bits = example(2, 2, 4, 64, (3, 2), (9, 70, 40), seed=1)
+    q, q_packed, sinks, packed, recent, bits = example(2, 2, 2, 64, (3, 2), (9, 70, 40), seed=1)
     parts = []
     for part in sinks, packed, recent:
         *buffers, count = part
@@ -519,17 +527,18 @@ def test_reading_packed_tokens_serves_transposed_and_strided_buffers():
 
 
 
-@pytest.mark.parametrize("bits, refined", [((2, 2), True), ((3, 4), False)])
-def test_decoding_by_the_kernels_equals_decoding_by_torch(bits, refined, tmp_path, monkeypatch):
+@pytest.mark.parametrize("bits, refined, layers", [((2, 2), True, 1), ((3, 4), False, 2)])
+def test_decoding_by_the_kernels_equals_decoding_by_torch(
+        bits, refined, layers, tmp_path, monkeypatch):
     """A ragged batch through prefill, flushes and steps, with the kernels and without."""
-    model = saved(tmp_path, head_dim=64, num_attention_heads=4)[1]
+    model = saved(tmp_path, head_dim=64, num_attention_heads=4, num_hidden_layers=layers)[1]
     folded = W.fold_values(model, transforms(model, 4.0))
     T = transforms(model, 4.0, seed=5)
     F = torch.eye(64).roll(1, 1).triu(1).expand_as(T) / 4 if refined else None
     scheme = W.Scheme(
         Encoding(Codec(bits[0], clip=1.3), T, F, refined),
         Encoding(Codec(bits[1], clip=1.3), None, F, refined))
-    ids = tokens(2, 70)
+    ids = tokens(2, 54)
     launched = set()
     attempt = kernels.attempt
 
@@ -548,7 +557,7 @@ def test_decoding_by_the_kernels_equals_decoding_by_torch(bits, refined, tmp_pat
         assert bool(launched) == by_kernels
     assert launched == {"launch_encode", "launch_decode"}
     assert not kernels.switched_off
-    assert cache[0].n_packed == [40, 32]
+    assert cache[0].n_packed == [24, 16]                     # one flush of each row was in the steps
     assert distance(logits[False], logits[True]) < 1e-4
 
 
@@ -707,22 +716,21 @@ def in_python(code):
     return done.stdout
 
 
-def test_kernels_work_without_triton_and_with_one_too_old():
-    in_python("""
-import sys, types, torch
-sys.modules["triton"] = types.ModuleType("triton")
-import wush_kv
-assert wush_kv.kernels.triton is None
-sys.modules["triton"] = None
-wush_kv.kernels = wush_kv.load_kernels()
-from wush_tools.kernel_check import example, kernels
-assert kernels.triton is None and not kernels.serves(torch.ones(1))
-arguments = example(1, 2, 3, 64, (2, 3), (4, 70, 9))
-out = kernels.decode_attention(*arguments)
-assert torch.equal(out, kernels.decode_attention_ref(*arguments))
-assert kernels.encode(torch.randn(1, 1, 5, 64), None, None, 2, rank=60) is None
-assert not kernels.switched_off
-""")
+@pytest.mark.parametrize("triton", [types.ModuleType("triton"), None], ids=["too old", "none"])
+def test_kernels_work_without_triton_and_with_one_too_old(triton, monkeypatch):
+    """Loaded again, as another module; a RuntimeWarning is an error."""
+    monkeypatch.setitem(sys.modules, "wush_kernels", kernels)
+    monkeypatch.setitem(sys.modules, "triton", triton)
+    arguments = example(1, 2, 3, 64, (2, 3), (4, 70, 9))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", RuntimeWarning)
+        alone = W.load_kernels()
+        out = alone.decode_attention(*arguments)
+        encoded = alone.encode(torch.randn(1, 1, 5, 64), None, None, 2, rank=60)
+    assert alone is not kernels and alone.triton is None
+    assert not alone.serves(torch.ones(1)) and not alone.switched_off
+    assert torch.equal(out, alone.decode_attention_ref(*arguments))
+    assert encoded is None
 
 
 def test_cpu_tensors_reach_no_kernel(monkeypatch, unspoiled):

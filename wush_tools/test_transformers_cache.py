@@ -113,17 +113,12 @@ def positions_of(mask):
 
 # ---- A cache in few bits and the model's own
 
-@each_attention
-@pytest.mark.parametrize("kind", ARCHITECTURES)
-def test_generation_with_quantization_off_gives_the_tokens_of_transformers_own_cache(
-        kind, attention):
-    """Greedy, beams, left-padded, with guesses from the prompt and from another model."""
-    hf, T = their_model(kind, attention)
-    plain = their_model(kind, "sdpa")[0]
+def ways_to_generate():
+    """Greedy, beams, left-padded, with guesses from the prompt and from another model: prompts and options."""
     ids, mask = padded(50, 21, 37)
     cycle = torch.arange(1, 20).repeat(3)[None]          # guesses from it are sometimes right
     guess = tiny("llama", seed=1, num_hidden_layers=1).requires_grad_(False)
-    runs = [
+    return [
         (ids[:1], {}),
         (ids[:1], {"num_beams": 3, "num_return_sequences": 2}),
         (ids, {"mask": mask}),
@@ -131,12 +126,32 @@ def test_generation_with_quantization_off_gives_the_tokens_of_transformers_own_c
         (cycle, {"prompt_lookup_num_tokens": 4}),
         (cycle, {"assistant_model": guess}),
     ]
-    for prompt, options in runs:
+
+
+@functools.cache
+def plainly_generated(kind):
+    """What transformers' own cache gives in each of the ways."""
+    plain = their_model(kind, "sdpa")[0]
+    return [generated(plain, ids, steps=10, **options) for ids, options in ways_to_generate()]
+
+
+@each_attention
+@pytest.mark.parametrize("kind", ARCHITECTURES)
+def test_generation_with_quantization_off_gives_the_tokens_of_transformers_own_cache(
+        kind, attention):
+    hf, T = their_model(kind, attention)
+    for (prompt, options), expected in zip(ways_to_generate(), plainly_generated(kind)):
         cache = WushCache(hf.config, T, 16, WINDOWS)
         got = generated(hf, prompt, cache, steps=10, **options)
-        assert torch.equal(got, generated(plain, prompt, steps=10, **options)), options
+        assert torch.equal(got, expected), options
         assert type(cache.get_seq_length()) is int and cache.is_initialized
         assert max(cache.layers[1].window.n_packed) >= 3 * 8
+
+
+@functools.cache
+def calibrated_once(kind):
+    """Transforms of a kind's model, whose weights do not depend on the attention."""
+    return calibrated(their_model(kind, initializer_range=0.02)[0], refine=PAPER)
 
 
 @each_attention
@@ -145,7 +160,7 @@ def test_eight_bits_move_logits_by_less_than_a_hundredth(kind, attention):
     """Two bits move them by more. Weights as transformers draws them, T calibrated; one warning."""
     hf = their_model(kind, attention, initializer_range=0.02)[0]
     ids = tokens(2, 92)
-    T = calibrated(hf, refine=PAPER)
+    T = calibrated_once(kind)
 
     def run(bits):
         return through(hf, ids, WushCache(hf.config, T, bits, WINDOWS), [80] + [1] * 12)

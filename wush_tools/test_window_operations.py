@@ -1,4 +1,6 @@
 """The window cache against plain lists of its tokens, under any sequence of the operations that transformers uses."""
+import copy
+
 import torch
 from hypothesis import settings, stateful, strategies as st
 
@@ -11,16 +13,19 @@ from wush_tools.testing import distance, seeds, softmax_attention
 WINDOWS = W.Windows(sink=3, keep=17, flush=5)
 CODEC = Codec(3)
 SCHEME = W.Scheme(Encoding(CODEC, integer_T(5)), Encoding(CODEC))
+T_INVERSE = torch.linalg.inv(SCHEME.keys.transform.double())
 
 
 class Token:
-    """One token of one row: k and v (g, d), and what is stored of them once it is packed."""
+    """One token of one row: k and v (g, d), what is stored of them once it is packed, and what is read."""
 
     def __init__(self, k, v):
         self.k = k
         self.v = v
         self.k_stored = None
         self.v_stored = None
+        self.k_read = k
+        self.v_read = v
 
     @property
     def is_packed(self):
@@ -29,14 +34,9 @@ class Token:
     def pack(self):
         self.k_stored = W.transform_and_quantize(self.k[None, :, None], SCHEME.keys)
         self.v_stored = W.transform_and_quantize(self.v[None, :, None], SCHEME.values)
-
-    def read(self):
-        """What the cache's reader sees: k and v (g, d)."""
-        if not self.is_packed:
-            return self.k, self.v
-        T_inverse = torch.linalg.inv(SCHEME.keys.transform.double())
-        k = W.apply(T_inverse, W.dequantize(*self.k_stored))
-        return k[0, :, 0], W.dequantize(*self.v_stored)[0, :, 0]
+        k = W.apply(T_INVERSE, W.dequantize(*self.k_stored))
+        self.k_read = k[0, :, 0]
+        self.v_read = W.dequantize(*self.v_stored)[0, :, 0]
 
 
 class Operations(stateful.RuleBasedStateMachine):
@@ -59,13 +59,10 @@ class Operations(stateful.RuleBasedStateMachine):
         o = self.cache.attend(q, k, v, pad)
         for i, row in enumerate(self.rows):
             start = len(row)
-            seen = [token.read() for token in row]
-            for j in range(pad[i], t):
-                row.append(Token(k[i, :, j], v[i, :, j]))
-                seen.append((k[i, :, j], v[i, :, j]))
+            row += [Token(k[i, :, j], v[i, :, j]) for j in range(pad[i], t)]
             if pad[i] < t:
-                K = torch.stack([key for key, _ in seen], 1)
-                V = torch.stack([value for _, value in seen], 1)
+                K = torch.stack([token.k_read for token in row], 1)
+                V = torch.stack([token.v_read for token in row], 1)
                 expected = softmax_attention(q[i, :, :, pad[i]:], K, V, start)
                 assert distance(o[i, :, :, pad[i]:], expected) < 1e-3
             self.flush(row)
@@ -89,18 +86,8 @@ class Operations(stateful.RuleBasedStateMachine):
         """A larger size repeats rows, as beams do."""
         rows = [dice.randrange(len(self.rows)) for _ in range(size)]
         operations.select(self.cache, rows)
-        self.rows = [list(self.rows[i]) for i in rows]
-        self.rows = [self.copies(row) for row in self.rows]
-
-    def copies(self, row):
-        """Copy a row's tokens: rows that were one go on apart."""
-        tokens = []
-        for token in row:
-            copy = Token(token.k, token.v)
-            copy.k_stored = token.k_stored
-            copy.v_stored = token.v_stored
-            tokens.append(copy)
-        return tokens
+        rows = [self.rows[i] for i in rows]
+        self.rows = [list(map(copy.copy, row)) for row in rows]     # rows that were one go on apart
 
     @stateful.rule()
     def save_and_restore(self):
@@ -148,11 +135,13 @@ class Operations(stateful.RuleBasedStateMachine):
         K = self.cache.read(self.cache.keys, longest)
         V = self.cache.read(self.cache.values, longest)
         for i, row in enumerate(self.rows):
-            for j, token in enumerate(row, start=longest - len(row)):
-                if token.is_packed:
-                    k, v = token.read()
-                    assert distance(K[i, :, j], k) < 1e-3
-                    assert distance(V[i, :, j], v) < 1e-3
+            packed = [j for j, token in enumerate(row) if token.is_packed]
+            if packed:
+                column = torch.tensor(packed) + longest - len(row)
+                k = torch.stack([row[j].k_read for j in packed], 1)
+                v = torch.stack([row[j].v_read for j in packed], 1)
+                assert distance(K[i, :, column], k) < 1e-3
+                assert distance(V[i, :, column], v) < 1e-3
 
 
 TestOperations = Operations.TestCase

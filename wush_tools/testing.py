@@ -32,9 +32,9 @@ FAMILIES = {"qwen3": "Qwen3", "llama": "Llama", "qwen2": "Qwen2", "mistral": "Mi
 
 # ---- hypothesis, data, closeness
 
-def law(*strategies):
-    """Check a test on 20 drawn examples, the same ones at every run."""
-    how = settings(max_examples=20, deadline=None, derandomize=True, database=None)
+def law(*strategies, examples=20):
+    """Check a test on so many drawn examples, the same ones at every run."""
+    how = settings(max_examples=examples, deadline=None, derandomize=True, database=None)
 
     def decorate(test):
         return how(given(*strategies)(test))
