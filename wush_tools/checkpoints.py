@@ -623,6 +623,19 @@ def prompt_tokens(tokenizer, prompt, raw=False, thinking=False):
         raise ValueError("the prompt is empty")
     return ids
 
+def template_ends(tokenizer, thinking=False):
+    """Return the tokens that the chat template puts before a user's message, and between it and the answer."""
+    message = "MESSAGE"
+    with explained("the chat template does not take a message"):
+        text = tokenizer.apply_chat_template(
+            [{"role": "user", "content": message}],
+            add_generation_prompt=True,
+            enable_thinking=thinking,
+            tokenize=False)
+        before, after = text.split(message)
+    parts = [tokenizer(part, add_special_tokens=False)["input_ids"] for part in (before, after)]
+    return [torch.tensor(ids, dtype=torch.long) for ids in parts]
+
 def stream_text(tokenizer, tokens):
     """Yield text as tokens come, never half a character: the pieces add up to tokenizer.decode(tokens)."""
     # ids[:end] are printed, and ids[start:end] are the left context of what comes next.

@@ -6,6 +6,7 @@ A new task is its function and one row of TASKS. A new transform or quantizer ne
 says where it appears.
 """
 import argparse
+import copy
 import dataclasses
 import json
 import math
@@ -13,6 +14,7 @@ import os
 import sys
 import time
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Callable, NamedTuple
 
@@ -21,14 +23,14 @@ from torch import Tensor
 
 from wush_kv import (
     BITS, PAPER, QUANTIZERS, REFINED, TRANSFORMS, Model, Refine, Scheme, Windows, collect_moments,
-    decode, derive, forward, logits, new_cache, sample, scheme_of, with_scheme)
+    decode, derive, feed, forward, logits, new_cache, sample, scheme_of, with_scheme)
 from wush_tools.checkpoints import (
     check_memory, end_tokens, fetch, fingerprint, load_model, load_transforms, pick_device,
     prompt_tokens, read_about, read_config, read_tokenizer, read_tokens, save_transforms,
-    stream_text, write_whole)
+    stream_text, template_ends, write_whole)
 from wush_tools.evaluate import (
-    STEPS, cache_bytes, exact_attention, module_error, packed_bytes, perplexity, shown,
-    step_seconds)
+    NAMES, STEPS, WORDS, cache_bytes, exact_attention, fact, haystack, mean_and_error, module_error,
+    occurs, packed_bytes, perplexity, retrieval, shown, step_seconds)
 
 BUNDLED = Path(__file__).resolve().parent.parent / "tiny-qwen3"
 
@@ -143,6 +145,7 @@ class Job(NamedTuple):
     schemes: dict[str, Scheme]     # by the names of the recipes; empty if nothing is quantized
     chosen: str                    # the scheme to generate with; "none" if nothing is quantized
     texts: list[Tensor]            # evaluation sequences (t,)
+    haystacks: list                # of `haystack`, made of them
     prompt: list[int]
     eos: list[int]
 
@@ -216,12 +219,60 @@ def ppl_task(job, figures):
     """Print perplexity and divergence of every scheme through the windows, and enter them."""
     windows = job.options.windows
     scores = perplexity(job.model, job.texts, job.schemes, windows)
-    say(f"through windows {windows.sink}/{windows.keep}/{windows.flush}:")
-    say(f"    {'':12} {'perplexity':19} {'excess, nats':19} {'KL, nats':19} same top-1")
+    say(
+        f"{len(job.texts)} sequences of {job.options.eval_len} tokens of the evaluation text, "
+        f"through windows {windows.sink}/{windows.keep}/{windows.flush}:")
+    say(f"    {'':12} {'KL, nats':19} {'same top-1':19} {'excess, nats':19} perplexity")
     for name, row in scores.items():
         cells = [f"{shown(value, error):19}" for value, error in row.values()]
         say(f"    {name:12} {' '.join(cells).rstrip()}")
     add_scores(figures, scores)
+
+def retrieval_task(job, figures):
+    """Print how many hidden numbers every scheme finds, and enter it. Returns `retrieval`'s answers."""
+    windows = job.options.windows
+    answers = retrieval(job.model, job.haystacks, job.schemes, windows)
+    scores = {}
+    for name, (found, _) in answers.items():
+        scores[name] = {"retrieval": mean_and_error(found.mean(1))}
+    add_scores(figures, scores)
+
+    text, _ = job.haystacks[0]
+    figures["retrieval_n"] = answers["none"][0].numel()
+    say(
+        f"retrieval: the share found of {figures['retrieval_n']} numbers in {len(job.haystacks)} "
+        f"texts of {len(text)} tokens, all of them outside the windows "
+        f"{windows.sink}/{windows.keep}/{windows.flush}:")
+    for name, row in scores.items():
+        say(f"    {name:12} {shown(*row['retrieval'])}")
+    return answers
+
+def report_answers(job, figures, answers):
+    """Print how two answers go on after the same text, the first one of which 16 bits know two."""
+    found, _ = answers["none"]
+    knowing = (found.sum(1) >= 2).nonzero()[:, 0].tolist()
+    if not knowing or not job.schemes:
+        return
+    text, questions = job.haystacks[knowing[0]]
+    known = found[knowing[0]].nonzero()[:2, 0].tolist()
+    names = [name for name in ("none", "hadamard", job.chosen) if name in answers]
+
+    # A question comes after the text, not with it: it sees what is packed.
+    figures["answers"] = []
+    caches = {}
+    for name in dict.fromkeys(names):
+        model, empty_cache = serve(job, name)
+        caches[name] = (model, empty_cache())
+        feed(*caches[name], text[None].to(model.inv_freq.device))
+    for question in (questions[i] for i in known):
+        asked = question.tokens[:question.question_tokens].tolist()
+        lines = {"question": job.tokenizer.decode(asked).strip()}
+        say(f"after one of these texts, {lines['question']!r}, of which 16 bits know the end:")
+        for name, (model, cache) in caches.items():
+            pieces = continuation(job, model, copy.deepcopy(cache), asked)
+            lines[name] = "".join(islice(pieces, ANSWER_TOKENS))
+            say(f"    {name:12} {lines[name]!r}")
+        figures["answers"].append(lines)
 
 def report_model(job):
     """Print what the model is, and how it is quantized."""
@@ -279,11 +330,14 @@ def report_decoding(job, figures):
         note_packed(job, name, cache, prompt)
 
 def report_task(job, figures):
-    """Print the whole story, unquantized and quantized: memory, error, perplexity, speed and text."""
+    """Print the whole story, unquantized and quantized: memory, retrieval, divergence, error, speed and text."""
     report_model(job)
     report_memory(job, figures)
-    measure_error(job, figures, sink=0)          # as the paper does
+    answers = retrieval_task(job, figures) if job.haystacks else None
     ppl_task(job, figures)
+    if answers:
+        report_answers(job, figures, answers)
+    measure_error(job, figures, sink=0)          # as the paper does
     report_decoding(job, figures)
 
 class Task(NamedTuple):
@@ -292,6 +346,7 @@ class Task(NamedTuple):
     recipes: Callable = no_recipes        # options -> what the chosen recipe is compared with
     reads_text: bool = False              # whether it needs the evaluation text
     fills_windows: bool = False           # whether that text must be longer than the windows
+    haystack_tokens: int = 0              # of the texts made of it that hide numbers, at most
     continues: bool = False               # whether it continues a prompt, or its text
     uses_cache: bool = True               # whether anything is quantized at all
 
@@ -301,11 +356,14 @@ TASKS = {
         compared_transforms,
         reads_text=True,
         fills_windows=True,
+        haystack_tokens=1024,
         continues=True),
     "calibrate": Task(calibrate_task, uses_cache=False),
     "generate": Task(generate_task, continues=True),
     "error": Task(error_task, all_transforms, reads_text=True),
     "ppl": Task(ppl_task, compared_transforms, reads_text=True, fills_windows=True),
+    "retrieval": Task(
+        retrieval_task, compared_transforms, reads_text=True, haystack_tokens=2 ** 30),
     "ablation": Task(ppl_task, ablations, reads_text=True, fills_windows=True),
 }
 
@@ -400,7 +458,7 @@ class Options:
         "Tell me where is fancy bred,", "prompt to continue; a report needs none", reads=["prompt"])
     template: str = option(
         "chat", "how the prompt is put: by the chat template, with its thinking mode, or raw",
-        choices=("chat", "thinking", "raw"), reads=["prompt"])
+        choices=("chat", "thinking", "raw"), reads=["template"])
     max_new_tokens: int = option(
         64, "tokens to generate at most", low=1, reads=["continuation"])
     temperature: float = option(
@@ -564,6 +622,7 @@ def inputs_read(o, calibrates):
         "transform": o.bits != (16, 16),
         "calib": calibrates,
         "text": task.reads_text,
+        "template": has_prompt(o) or task.haystack_tokens > 0,
         "prompt": has_prompt(o),
         "continuation": task.continues,
     }
@@ -639,13 +698,16 @@ def check_length(what, tokens, config):
     if tokens > most:
         raise ValueError(f"{what}: {tokens} tokens are over the model's {most} positions")
 
+def check_template(o, tokenizer):
+    if "template" in o.explicit and o.template != "raw" and not tokenizer.chat_template:
+        raise ValueError(f"--template {o.template}: {o.model} has no chat template")
+
 def read_prompt(o, tokenizer, config):
     """Tokenize the prompt, if there is one, and check that what follows it fits into the model's positions."""
     task = TASKS[o.task]
     prompt = []
     if has_prompt(o):
-        if "template" in o.explicit and o.template != "raw" and not tokenizer.chat_template:
-            raise ValueError(f"--template {o.template}: {o.model} has no chat template")
+        check_template(o, tokenizer)
         prompt = prompt_tokens(tokenizer, o.prompt, o.template == "raw", o.template == "thinking")
     if task.continues:
         text_tokens = 1 if task.reads_text else 0                # at least, before the prompt
@@ -670,6 +732,84 @@ def read_texts(o, folder, tokenizer, config):
             f"--eval-len {o.eval_len} fits into the windows: nothing would be quantized")
     source = source_of(o.eval, folder, "eval.txt", "wikitext2")
     return read_tokens(source, tokenizer, "--eval", o.eval_seqs, o.eval_len)
+
+FACTS = 10             # numbers in a text, at most: as many as leave half of it to the filler
+DIGITS = 2             # of a number
+ANSWER_TOKENS = 24     # of an answer that the report prints
+
+def sentence_length(encode):
+    """Count the tokens of the longest sentence that hides a number."""
+    largest = 10 ** DIGITS - 1
+    return max(len(encode(f"\n{fact(word)} {largest}.\n")) for word in WORDS + NAMES)
+
+def numbers_with_room(o, tokens, sentence_tokens, other_tokens):
+    """Say how many numbers a text of `tokens` tokens can hide, each outside the windows, with as much filler again.
+
+    Raises ValueError if there is no room for a single one.
+    """
+    fixed = other_tokens + sum(o.windows)
+    count = (tokens - fixed) // (2 * sentence_tokens)
+    if count < 1:
+        raise ValueError(
+            f"--eval-len {tokens} has no room for a number outside the windows and its question: "
+            f"{fixed + 2 * sentence_tokens} tokens would have")
+    return min(FACTS, count)
+
+def check_numbers(o, tokenizer, questions):
+    """Refuse a tokenizer that does not give back the numbers that are asked for."""
+    for question in questions:
+        answer = tokenizer.decode(question.tokens[question.question_tokens:])
+        if not answer.strip().isdecimal():
+            raise ValueError(f"the tokenizer of {o.model} has no tokens for numbers")
+
+def hide_numbers(o, tokenizer, texts):
+    """Make a haystack of each piece of the texts, at most as long as the task's are, together with a question.
+
+    Through the chat template the text is the user's message, and the answer begins with the start of a sentence.
+    """
+    def encode(text):
+        ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+        return torch.tensor(ids, dtype=torch.long)
+
+    check_template(o, tokenizer)
+    before = after = torch.tensor([], dtype=torch.long)
+    lead = "\n"
+    if tokenizer.chat_template and o.template != "raw":
+        before, after = template_ends(tokenizer, o.template == "thinking")
+        lead = ""
+
+    # A piece holds the template, the filler, the sentences, and one more of them, which asks.
+    length = min(o.eval_len, TASKS[o.task].haystack_tokens)
+    sentence_tokens = sentence_length(encode)
+    other_tokens = len(before) + len(after) + sentence_tokens
+    count = numbers_with_room(o, length, sentence_tokens, other_tokens)
+    filler_tokens = length - other_tokens - count * sentence_tokens
+
+    # Numbers are named after what the filler does not speak of.
+    haystacks = []
+    pieces = [piece for ids in texts for piece in ids.split(length)]
+    for seed, piece in enumerate(pieces):
+        if len(piece) < length:
+            continue
+        filler = piece[:filler_tokens]
+        free = [word for word in WORDS + NAMES if not occurs(encode(" " + word), filler)]
+        text, questions = haystack(encode, filler, seed, free, count, DIGITS, o.windows, lead)
+        check_numbers(o, tokenizer, questions)
+        placed = [question._replace(place=len(before) + question.place) for question in questions]
+        haystacks.append((torch.cat([before, text, after]), placed))
+    return haystacks
+
+def read_haystacks(o, tokenizer, texts):
+    """Hide numbers in the evaluation texts, where the task asks for any; a report goes on without."""
+    if not TASKS[o.task].haystack_tokens:
+        return []
+    try:
+        return hide_numbers(o, tokenizer, texts)
+    except ValueError as error:
+        if o.task == "retrieval":
+            raise
+        note(f"no retrieval: {error}")
+        return []
 
 def read_calibration(o, folder, tokenizer, config):
     """Read the calibration sequences. Returns where they come from, too."""
@@ -739,6 +879,7 @@ def prepare(o):
     eos = end_tokens(folder)
     prompt = read_prompt(o, tokenizer, config)
     texts = read_texts(o, folder, tokenizer, config)
+    haystacks = read_haystacks(o, tokenizer, texts)
     sequences = []
     source = None
     if calibrates:
@@ -762,7 +903,7 @@ def prepare(o):
     schemes = {}
     for name in recipes:
         schemes[name] = scheme_of(transforms[name], o.bits, o.quantizer)
-    return Job(o, model, tokenizer, schemes, chosen, texts, prompt, eos)
+    return Job(o, model, tokenizer, schemes, chosen, texts, haystacks, prompt, eos)
 
 # ----------------------------------------------------------------------------------------------------------------
 # Running

@@ -158,9 +158,9 @@ def divergence(model, hidden, ids):
 def summary(rows):
     """Turn `divergence`'s results on several texts into {name: {figure: (value, standard error)}}.
 
-    The figures are perplexity; excess, what the log-perplexity has over the unquantized model's, with the error of
-    that difference; kl, in nats, the mean divergence of the next-token distribution from that model's; same_top1,
-    how often both put one token first.
+    The figures are kl, in nats, the mean divergence of the next-token distribution from the unquantized model's;
+    same_top1, how often both put one token first; excess, what the log-perplexity has over that model's, with the
+    error of that difference; perplexity.
     """
     figures = {}
     exact_nll = torch.stack([row["none"][0] for row in rows])
@@ -168,10 +168,10 @@ def summary(rows):
         nll, kl, is_same = torch.stack([row[name] for row in rows], 1)
         mean, error = mean_and_error(nll)
         figures[name] = {
-            "perplexity": (math.exp(mean), math.exp(mean) * error),
-            "excess": mean_and_error(nll - exact_nll),
             "kl": mean_and_error(kl),
             "same_top1": mean_and_error(is_same),
+            "excess": mean_and_error(nll - exact_nll),
+            "perplexity": (math.exp(mean), math.exp(mean) * error),
         }
     return figures
 
@@ -190,33 +190,52 @@ def perplexity(model, sequences, schemes, windows=Windows(), chunk=16):
 # ----------------------------------------------------------------------------------------------------------------
 # Retrieval
 #
-# Numbers are hidden in a text, each by a sentence of one form that names it after a word. The text goes through in
-# one call, which is exact, and is packed; then each number is asked for.
+# Numbers are hidden in a text, each by a sentence of one form that names it after a word, or after a name that is made
+# up, so that no model knows it. The text goes through in one call, which is exact, and is packed; then each number is
+# asked for.
 
 WORDS = "apple river candle window garden mirror bridge castle silver forest".split()
+NAMES = (
+    "Alard Barlius Corwin Eljan Falund Garlene Innor Jorglas Lorgar Marrick Oren Perpin Quinbeth "
+    "Salion Toryth Valbert Warmond Yorfin Belkin Calvio Fendric Giltius Horham").split()
+
+def fact(word):
+    """Begin the sentence that a number ends."""
+    return f"The special magic number for {word} is"
+
+def occurs(part, text):
+    """Say whether the tokens `part` stand in a row in `text`, both (t,)."""
+    return len(part) <= len(text) and text.unfold(0, len(part), 1).eq(part).all(1).any().item()
 
 class Question(NamedTuple):
     tokens: Tensor              # (t,) the question and its answer
     question_tokens: int        # how many of them are the question
     place: int                  # position of the answer's first token in the text
 
-def haystack(encode, filler, seed):
-    """Hide five numbers in the tokens `filler` (t,), one in each fifth: the whole text's tokens, five Questions.
+def haystack(
+        encode, filler, seed, words=WORDS, count=5, digits=5, windows=Windows(0, 0, 0), lead="\n"):
+    """Hide `count` numbers in the tokens `filler` (t,), one in each part: the text's tokens, as many Questions.
 
-    `encode` maps a string to its tokens (t,).
+    `encode` maps a string to its tokens (t,); a question begins with `lead`. No sentence begins before the sink is
+    full, and keep + flush tokens follow the last: through these windows all are packed when they are asked for.
     """
     draw = random.Random(seed)
-    words = draw.sample(WORDS, 5)
-    pieces = []
+    sink, keep, flush = windows
+    end = len(filler) - keep - flush
+    pieces = [filler[:sink]]
     questions = []
-    for part, word in zip(filler.tensor_split(5), words):
-        sentence = f"\nThe special magic number for {word} is {draw.randrange(10 ** 4, 10 ** 5)}"
-        asked = len(encode(sentence[:-6]))                       # all but the space and the five digits
-        tokens = encode(sentence)
-        start = draw.randrange(len(part))
-        before = sum(len(piece) for piece in pieces)
-        questions.append(Question(tokens, asked, before + start + asked))
-        pieces += [part[:start], tokens, encode(".\n"), part[start:]]
+    for part, word in zip(filler[sink:end].tensor_split(count), draw.sample(words, count)):
+        start = fact(word)
+        sentence = f"{start} {draw.randrange(10 ** (digits - 1), 10 ** digits)}"
+        stated = encode("\n" + sentence)
+        cut = draw.randrange(len(part))
+        pieces += [part[:cut], stated, encode(".\n"), part[cut:]]
+
+        # The number follows the start of its sentence.
+        before = sum(len(piece) for piece in pieces[:-3])
+        place = before + len(encode("\n" + start))
+        questions.append(Question(encode(lead + sentence), len(encode(lead + start)), place))
+    pieces.append(filler[end:])
     return torch.cat(pieces), questions
 
 def with_schemes(model, schemes, windows=Windows()):
