@@ -78,7 +78,7 @@ def random_moments(seed, d, heads=1):
     return M, H
 
 def damped(S, damping=0.01):
-    """Add to moments (..., d, d) what `wush` and `feedback_matrix` add."""
+    """Add to moments (..., d, d) what `wush` and `error_hessian` add."""
     d = S.shape[-1]
     return S + damping * (trace(S) / d)[..., None, None] * eye(d)
 
@@ -147,8 +147,39 @@ def test_derived_transforms_are_their_rules_of_their_moments(name, key_hess, val
         expected = rule(calibrated[gram], calibrated[hess], m)
         assert basis.transform.is_contiguous()
         assert torch.equal(basis.transform, expected.float())
-        assert basis.feedback is None
+        assert basis.hessian is None
     assert (derived.refine, derived.group) == (W.PAPER, m)
+
+def turned_eigh(seed):
+    """Make an eigh of another library: it decomposes the matrix with reversed axes, and turns eigenvectors at random."""
+    eigh = torch.linalg.eigh
+
+    def turned(S):
+        Λ, U = eigh(S.flip(-1, -2))
+        signs = normal(seed, *Λ.shape).sign()
+        return Λ, U.flip(-2) * signs[..., None, :]
+
+    return turned
+
+@law(seeds, sizes(2, 8, 64))
+def test_eigenvectors_decompose_and_their_signs_are_no_librarys(seed, d):
+    S = random_moments(seed, d, heads=2)[0]
+    Λ, U = W.eigenvectors(S)
+    assert close(U * Λ[..., None, :] @ U.mT, S, 1e-12)
+    assert close(U.mT @ U, eye(d).expand_as(U), 1e-12)
+    assert (Λ.diff(dim=-1) >= 0).all()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.linalg, "eigh", turned_eigh(seed))
+        assert close(W.eigenvectors(S)[1], U, 1e-9)
+
+@law(seeds, sizes("wush", "oscar"), sizes(8, 64), sizes(None, 4))
+def test_transforms_do_not_depend_on_the_signs_of_a_librarys_eigenvectors(seed, name, d, m):
+    moments = random_moments(seed, d, heads=2)
+    rule = W.TRANSFORMS[name].rule
+    T = rule(*moments, m)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.linalg, "eigh", turned_eigh(seed))
+        assert close(rule(*moments, m), T, 1e-9)
 
 @pytest.mark.parametrize("name", W.TRANSFORMS)
 @pytest.mark.parametrize("m", [24, 64])
@@ -520,10 +551,10 @@ def test_quantizing_compiles_into_one_graph_and_gives_the_same_codes(backend, qu
     """Nothing is known of the clips before, as in a new process. Errors that inductor feeds back round once less."""
     x = all_kinds(0, 32)[None, None]
     codec = Codec(2, quantizer, group=8)
-    F = normal(1, 1, 4, 8, 8).triu(1).float()
+    H, F = random_errors(1, 4, 8) if backend == "eager" else (None, None)
     programs = {
         W.quantize: (x, codec),
-        W.quantize_refined: (x, codec, F if backend == "eager" else None, True),
+        W.quantize_refined: (x, codec, H, F, True),
     }
     for function, arguments in programs.items():
         torch.compiler.reset()
@@ -651,7 +682,7 @@ def test_wush_halves_the_error_of_keys_with_two_huge_channels(
 # ---- beyond the paper
 
 def error_cost(T, hess, free_mean=False):
-    """What errors in the basis of T (d, d) cost, damped as `feedback_matrix` damps it, written out by itself."""
+    """What errors in the basis of T (d, d) cost, damped as `error_hessian` damps it, written out by itself."""
     d = len(T)
     inverse = torch.linalg.solve(T.double(), eye(d))
     without_mean = eye(d) - free_mean / d
@@ -663,7 +694,7 @@ def test_feedback_makes_each_channels_error_cost_by_itself(seed, d, free_mean):
     """(I + F) H' (I + F)ᵀ is diagonal, its trace at most that of H', H' damped: the LDL factorization."""
     M, H = random_moments(seed, d)
     T = W.wush(M, H)
-    F = W.feedback_matrix(T, H, free_mean)[0, 0]
+    F = W.feedback_matrix(W.error_hessian(T, H, free_mean))[0, 0]
     cost = error_cost(T[0, 0], H[0], free_mean)
     pivots = (eye(d) + F) @ cost @ (eye(d) + F).mT
     assert torch.equal(F, F.triu(1))
@@ -673,27 +704,45 @@ def test_feedback_makes_each_channels_error_cost_by_itself(seed, d, free_mean):
 def test_feedback_of_a_diagonal_cost_or_of_none_is_nothing():
     H = torch.diag(torch.arange(1.0, 17))[None]
     for hess in (H, 0 * H):
-        assert (W.feedback_matrix(torch.eye(16)[None, None], hess) == 0).all()
+        cost = W.error_hessian(torch.eye(16)[None, None], hess)
+        assert (W.feedback_matrix(cost) == 0).all()
 
 @law(seeds, sizes(16, 64))
 def test_fine_grid_loses_a_twelfth_of_the_pivots_with_feedback_and_of_the_trace_without(seed, d):
     """Δ²/12 Σ D_ii and Δ²/12 tr(H'): no clipping at a step of 1e-3. 4000 rows: 5 standard errors are 0.03."""
     M, H = random_moments(seed, d)
     T = W.wush(M, H)
-    F = W.feedback_matrix(T, H).float()
+    F = W.feedback_matrix(W.error_hessian(T, H)).float()
     cost = error_cost(T[0, 0], H[0])
     unit = eye(d) + F[0, 0].double()
     x = normal(seed, 1, 1, 4000, 1, d).float()
     step = 2.0 ** -10
     pivots = unit @ cost @ unit.mT
     for matrix, expected in [(0 * F, trace(cost)), (F, trace(pivots))]:
-        y = W.feed_back((x + 16) / step, 16, matrix)
-        error = (y.round() * step - 16 - x).double()[0, 0, :, 0]
+        codes = W.feed_back((x + 16).movedim(2, -1) / step, 16, matrix).movedim(-1, 2)
+        error = (codes * step - 16 - x).double()[0, 0, :, 0]
         loss = ((error @ cost) * error).sum(-1).mean()
         assert loss.item() == pytest.approx(expected.item() * step ** 2 / 12, rel=0.03)
 
-def quantized_channel_by_channel(x, codec, F, centred):
-    """Quantize x (s, m), one group, by F (m, m), with plain loops: codes, scale and offset."""
+def random_errors(seed, *shape):
+    """Draw what errors cost, H' (1, *shape, m), of condition up to 1e3, and F of it."""
+    m = shape[-1]
+    M, H = random_moments(seed, m, math.prod(shape[:-1]))
+    cost = W.error_hessian(torch.linalg.cholesky(M).mT[:, None], H)
+    cost = cost.reshape(1, *shape, m)
+    return cost.float(), W.feedback_matrix(cost).float()
+
+def best_of_all_levels(codes, steps, i, top, H):
+    """Try each level for channel i of codes (s, m), in float64: the one of the least eᵀ H' e, (s,)."""
+    costs = []
+    for level in range(top + 1):
+        error = codes.double() - steps.double()
+        error[:, i] = level - steps[:, i].double()
+        costs.append(((error @ H.double()) * error).sum(-1))
+    return torch.stack(costs).argmin(0).float()
+
+def quantized_channel_by_channel(x, codec, H, F, sweeps, centred):
+    """Quantize x (s, m), one group, by H' and F (m, m), with plain loops: codes, scale and offset."""
     top = 2 ** codec.bits - 1
     middle = torch.zeros(len(x), 1)
     if centred:
@@ -714,24 +763,32 @@ def quantized_channel_by_channel(x, codec, F, centred):
         codes[:, i:i + 1] = code
         error = channel - (scale * code + lowest)
         y = y - error * F[i]
+    for _, i in np.ndindex(sweeps, x.shape[-1]):
+        codes[:, i] = best_of_all_levels(codes, (x - lowest) / scale, i, top, H)
     if centred:
         missed = x - (scale * codes + lowest)
         lowest = lowest + missed.double().mean(-1, keepdim=True).float()
     return codes.byte(), scale.bfloat16(), lowest.bfloat16()
 
-@law(seeds, sizes(2, 3, 4), quantizers, sizes(None, 16), st.booleans())
-def test_refined_quantizing_equals_one_channel_after_another(seed, bits, quantizer, group, centred):
+@law(seeds, sizes(2, 3, 4), quantizers, sizes(None, 16), sizes(0, 1, 2), st.booleans())
+def test_refined_quantizing_equals_one_channel_after_another(
+        seed, bits, quantizer, group, sweeps, centred):
     """Errors in units of steps change float noise only: few codes. Groups are apart."""
     codec = Codec(bits, quantizer, 1.0, group)
     m = group or 64
     x = normal(seed, 1, 2, 50, 64).float()
-    F = normal(seed + 1, 2, 64 // m, m, m).float().triu(1) / 8
-    codes, scale, offset = W.quantize_refined(x, codec, F, centred)
+    H, F = random_errors(seed + 1, 2, 64 // m, m)
+    H = H[0]
+    F = F[0]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(W, "SWEEPS", sweeps)
+        codes, scale, offset = W.quantize_refined(x, codec, H, F, centred)
     wrong_rows = 0
     wrong_pairs = 0
     for g, n in np.ndindex(2, 64 // m):
         channels = slice(n * m, n * m + m)
-        expected = quantized_channel_by_channel(x[0, g, :, channels], codec, F[g, n], centred)
+        expected = quantized_channel_by_channel(
+            x[0, g, :, channels], codec, H[g, n], F[g, n], sweeps, centred)
         different = codes[0, g, :, channels] != expected[0]
         wrong_rows += different.any(-1).sum().item()
         different = scale[0, g, :, n] != expected[1][:, 0]
@@ -746,7 +803,7 @@ def test_refined_quantizing_equals_one_channel_after_another(seed, bits, quantiz
 def test_refined_quantizing_without_refinements_is_the_papers(seed, codec, d):
     x = all_kinds(seed, d)[None, None]
     paper = W.quantize(x, codec)
-    refined = W.quantize_refined(x, codec, None, False)
+    refined = W.quantize_refined(x, codec)
     assert all(torch.equal(a, b) for a, b in zip(paper, refined))
 
 @law(seeds, codecs, sizes(16, 64))
@@ -754,14 +811,111 @@ def test_refined_quantizing_stands_every_kind_of_row(seed, codec, d):
     """Codes stay in range and what is read is finite, also of constant rows and zeros."""
     x = all_kinds(seed, d)[None, None]
     m = codec.group or d
-    F = normal(seed + 1, 1, d // m, m, m).float().triu(1) / 8
-    codes, scale, offset = W.quantize_refined(x, codec, F, True)
+    H, F = random_errors(seed + 1, d // m, m)
+    codes, scale, offset = W.quantize_refined(x, codec, H, F, True)
     assert codes.max() <= 2 ** codec.bits - 1
     read = W.dequantize(codes, scale, offset)
     assert read.isfinite().all()
     assert (read[0, 0, 12:16].abs() <= 1e-6).all()       # the rows of zeros
     constant = read[0, 0, 8:12]
     assert ((constant + 3).abs() <= 3 * 2.0 ** -8).all()
+
+def cost_of(codes, steps, H):
+    """Return eᵀ H' e of each column of e = codes − steps (..., m, s), in float64: (..., s)."""
+    error = codes.double() - steps.double()
+    return (error * (H.double() @ error)).sum(-2)
+
+def to_be_swept(seed, bits, d, dtype=torch.float64):
+    """Draw codes at random, steps (d, 24) of every kind of row, and H' (d, d)."""
+    rows = all_kinds(seed, d)
+    scale, offset = W.stored_pair(*W.quest(rows, bits))
+    steps = W.in_steps(rows, scale, offset).mT
+    codes = integers(seed, 2 ** bits, d, 24)
+    M, H = random_moments(seed, d)
+    H = W.error_hessian(torch.linalg.cholesky(M).mT[:, None], H)[0, 0]
+    return codes.to(dtype), steps.to(dtype), H.to(dtype)
+
+def test_sweep_of_two_channels_worked_by_hand():
+    """Costs 2e₀² + 2e₀e₁ + 2e₁², so F₀₁ = −1/2.
+
+    Steps 0.4 and 0.4: from codes 0, 0, e = (−0.4, −0.4) and g₀ = −1.2, so code 0 moves to the level next to 0.6. Then
+    g₁ = 0.6 − 0.8 and code 1 would go to 0.1: it stays. Feedback finds the mirror image, (0, 1), and a sweep leaves it.
+
+    Steps 0.4 and 3.3: channel 1 is clipped and takes no push of channel 0, so feedback gives (0, 3) and
+    e = (−0.4, −0.3). As g₀ = −1.1, code 0 goes to the level next to 0.55, and the cost falls from 0.74 to 0.54.
+    """
+    H = torch.tensor([[2.0, 1.0], [1.0, 2.0]])
+    F = W.feedback_matrix(H).float()
+    assert close(F, torch.tensor([[0, -0.5], [0, 0]]), 1e-6)
+    steps = torch.tensor([[0.4], [0.4]])
+    assert W.sweep(torch.zeros(2, 1), steps, 2, H).flatten().tolist() == [1, 0]
+    fed_back = W.feed_back(steps, 2, F)
+    assert fed_back.flatten().tolist() == [0, 1]
+    assert torch.equal(W.sweep(fed_back, steps, 2, H), fed_back)
+
+    clipped = torch.tensor([[0.4], [3.3]])
+    fed_back = W.feed_back(clipped, 2, F)
+    swept = W.sweep(fed_back, clipped, 2, H)
+    assert fed_back.flatten().tolist() == [0, 3]
+    assert swept.flatten().tolist() == [1, 3]
+    assert cost_of(fed_back, clipped, H).item() == pytest.approx(0.74)
+    assert cost_of(swept, clipped, H).item() == pytest.approx(0.54)
+
+@law(seeds, sizes(2, 3, 4), sizes(2, 8, 64), sizes(torch.float32, torch.float64))
+def test_sweep_never_raises_the_cost_and_moves_among_the_levels(seed, bits, d, dtype):
+    """From any codes. The gradient is a sum of d products, and d moves of at most `top` steps change it: 2d roundings."""
+    codes, steps, H = to_be_swept(seed, bits, d, dtype)
+    top = 2 ** bits - 1
+    swept = W.sweep(codes, steps, bits, H)
+    assert ((swept == swept.round()) & (0 <= swept) & (swept <= top)).all()
+    magnitudes = H.double().abs() @ ((codes - steps).double().abs() + top)
+    noise = 2 * d * torch.finfo(dtype).eps * top * magnitudes.sum(-2)
+    assert (cost_of(swept, steps, H) <= cost_of(codes, steps, H) + noise).all()
+    assert (swept != codes).any()
+
+@law(seeds, sizes(2, 3, 4), sizes(2, 8, 24))
+def test_fixed_point_of_sweeps_has_the_best_level_in_every_channel(seed, bits, d):
+    """Each level of each channel is tried, the others left as they are."""
+    codes, steps, H = to_be_swept(seed, bits, d)
+    for _ in range(100):
+        before = codes
+        codes = W.sweep(before, steps, bits, H)
+        if torch.equal(codes, before):
+            break
+    assert torch.equal(codes, before)
+    lowest = cost_of(codes, steps, H)
+    noise = 1e-12 * (H.abs() @ (codes - steps).abs()).sum(-2) * 2 ** bits
+    for i, level in np.ndindex(d, 2 ** bits):
+        moved = codes.clone()
+        moved[i] = level
+        assert (cost_of(moved, steps, H) >= lowest - noise).all()
+
+@law(seeds, codecs, sizes(16, 64), st.booleans())
+def test_search_with_a_diagonal_hessian_changes_nothing_after_rounding(seed, codec, d, centred):
+    """Bit for bit: products by powers of two are exact, and so is code − step where the code is the nearest."""
+    x = all_kinds(seed, d)[None, None]
+    m = codec.group or d
+    H = torch.diag(2.0 ** (integers(seed, 9, m) - 4)).expand(1, d // m, m, m)
+    F = W.feedback_matrix(H).float()
+    searched = W.quantize_refined(x, codec, H, F, centred)
+    rounded = W.quantize_refined(x, codec, None, None, centred)
+    assert all(torch.equal(a, b) for a, b in zip(searched, rounded))
+
+@law(seeds, sizes(2, 3, 4), sizes(16, 64))
+def test_search_costs_less_than_feedback_alone_and_that_less_than_rounding(seed, bits, d):
+    """Summed over 200 rows of normal data."""
+    H, F = random_errors(seed, 1, d)
+    x = normal(seed, 1, 1, 200, 1, d).float()
+    steps = (2 ** bits - 1) / 2 * (1 + x / W.gaussian_clip(bits))
+    costs = []
+    for sweeps in (0, 1, 2):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(W, "SWEEPS", sweeps)
+            codes = W.search(steps, bits, H[0], F[0])
+        costs.append(cost_of(codes[0, 0, :, 0].mT, steps[0, 0, :, 0].mT, H[0, 0]).sum())
+    rounded = W.nearest_code(steps, bits)
+    of_rounding = cost_of(rounded[0, 0, :, 0].mT, steps[0, 0, :, 0].mT, H[0, 0]).sum()
+    assert costs[2] <= costs[1] < costs[0] < of_rounding
 
 @law(seeds, sizes(2, 16, 64))
 def test_reversing_the_order_of_eigenvalues_is_a_rotation_from_the_left(seed, d):
@@ -781,9 +935,10 @@ def test_reversing_the_order_of_eigenvalues_is_a_rotation_from_the_left(seed, d)
 def test_offset_carries_the_mean_over_channels_to_half_a_step_of_bfloat16(seed, bits, feeds_back):
     M, H = random_moments(seed, 64)
     T = W.strongest_first(W.wush(M, H, exponent=0.4))
-    F = W.feedback_matrix(T, H, True).float() if feeds_back else None
+    cost = W.error_hessian(T, H, True).float() if feeds_back else None
+    F = W.feedback_matrix(cost).float() if feeds_back else None
     x = W.apply(T, normal(seed, 1, 1, 64, 64)).float()
-    codes, scale, offset = W.quantize_refined(x, Codec(bits, clip=1.3), F, True)
+    codes, scale, offset = W.quantize_refined(x, Codec(bits, clip=1.3), cost, F, True)
     missed = (x - W.dequantize(codes, scale, offset)).mean(-1, keepdim=True)
     noise = 2.0 ** -20 * x.abs().amax(-1, keepdim=True)
     assert (missed.abs() <= offset.float().abs() * 2.0 ** -8 + noise).all()
@@ -863,7 +1018,7 @@ def test_transform_that_cannot_be_refined_is_the_papers():
     calibrated = as_collected(M[None], H[None])
     derived = W.derive(calibrated, "hadamard", W.REFINED)
     assert derived.refine == W.PAPER
-    assert derived.keys.feedback is None
+    assert derived.keys.hessian is None
 
 
 # ---- calibration
@@ -1273,8 +1428,10 @@ def integer_T(seed, d=16):
     return (below.tril(-1) + torch.eye(d)).float()
 
 
-SHIFT = torch.eye(16).roll(1, 1).triu(1) / 4                 # a feedback F: onto the next channel
-SHIFT = SHIFT.expand(2, 1, 16, 16)
+# H' of channels in pairs, and F that follows: a sum of two products by powers of two is the same in any order.
+PAIR = torch.tensor([[1, 0.5], [0.5, 1]])
+PAIRS = torch.block_diag(*[PAIR] * 8).expand(2, 1, 16, 16)
+FEEDBACK_IN_PAIRS = -PAIRS.triu(1)
 
 def stored_bytes(layers, *index):
     """The codes and the pairs of some layers' keys and values."""
@@ -1320,10 +1477,11 @@ def test_window_cache_equals_its_rows_alone_and_plain_attention(
     """Padding in any call, any cut into calls: same bytes, same windows, and a plain softmax over them."""
     dice = random.Random(seed)
     sink, keep, flush = windows
-    F = SHIFT if refined else None
+    H = PAIRS if refined else None
+    F = FEEDBACK_IN_PAIRS if refined else None
     layer_scheme = W.Scheme(
-        W.Encoding(Codec(bits[0]), integer_T(seed), F, refined),
-        W.Encoding(Codec(bits[1]), None, F, refined))
+        W.Encoding(Codec(bits[0]), integer_T(seed), H, F, refined),
+        W.Encoding(Codec(bits[1]), None, H, F, refined))
     cache = W.WindowCache(3, 2, 16, layer_scheme, windows)
     rows = [Row(layer_scheme, windows) for _ in range(3)]
     for call, t in enumerate([*calls, sink + keep + 3 * flush + 5, 1]):

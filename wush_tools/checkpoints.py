@@ -553,7 +553,8 @@ def how_made(path, basis):
         raise ValueError(
             f"{path}.json says group {group}, but {path} holds {n} blocks of {m} channels")
     if refine["feedback"] != has_hessian:
-        raise ValueError(f"{path}.json and {path} do not agree on whether there is feedback: calibrate anew")
+        raise ValueError(
+            f"{path}.json and {path} do not agree on whether there is feedback: calibrate anew")
     return Refine(**refine), group
 
 def load_transforms(path, config=None, device="cpu"):

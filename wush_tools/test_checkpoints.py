@@ -547,11 +547,11 @@ def everywhere(change, tensors):
 SPOILT = [
     (lambda T: [1], ""),
     (lambda T: {"k": T["k"], "values": T["v"]}, "v"),
-    (lambda T: {"k": T["k"], "v": T["v"], "k_feedback": T["k_feedback"]}, "feedback"),
+    (lambda T: {"k": T["k"], "v": T["v"], "k_hessian": T["k_hessian"]}, "v_hessian"),
     (lambda T: T | {"k": T["k"] * math.nan}, "finite"),
     (lambda T: T | {"v": T["v"] * 0}, "invert"),
     (lambda T: T | {"v": T["v"][:1]}, "v 1 layers 2"),
-    (lambda T: T | {"k_feedback": T["v_feedback"][:, :, [0, 0], :8, :8]}, "blocks"),
+    (lambda T: T | {"k_hessian": T["v_hessian"][:, :, [0, 0], :8, :8]}, "blocks"),
     (partial(everywhere, lambda t: t[:1]), "1 layers 2"),
     (partial(everywhere, lambda t: t[:, :1]), "1 KV heads 2"),
     (partial(everywhere, lambda t: t[..., :8, :8]), "8 head_dim 16"),
@@ -593,6 +593,18 @@ def test_spoilt_sidecar_is_refused(sidecar, made, shelf, tmp_path, capsys, no_we
     else:
         copy.write_bytes(sidecar)
     assert "T.pt" in refusal(argv(shelf, "--task", "generate", "--transforms", path), capsys)
+
+def test_transforms_file_of_the_earlier_layout_is_refused(
+        made, shelf, tmp_path, capsys, no_weights):
+    """It held F of keys and values, not H', from which alone codes cannot be searched."""
+    tensors = torch.load(made.files["refined"])
+    for side in ("k", "v"):
+        tensors[f"{side}_feedback"] = W.feedback_matrix(tensors.pop(f"{side}_hessian")).float()
+    path = tmp_path / "T.pt"
+    torch.save(tensors, path)
+    shutil.copy(f"{made.files['refined']}.json", f"{path}.json")
+    sentence = refusal(argv(shelf, "--task", "generate", "--transforms", path), capsys)
+    assert "T.pt" in sentence and "feedback" in sentence and "calibrate anew" in sentence
 
 
 @pytest.mark.parametrize("which", ["", "k_proj", "v_proj", "o_proj"])

@@ -22,8 +22,13 @@ def random_scheme(model, key_codec, value_codec, feedback=False):
     encodings = []
     for seed, codec in ((3, key_codec), (4, value_codec)):
         T = transforms(model, 4.0, seed)
-        F = normal(5, *T.shape).float().triu(1) / 8 if feedback else None
-        encodings.append(Encoding(codec, T, F, centred=feedback))
+        H = None
+        F = None
+        if feedback:
+            H = W.error_hessian(T, torch.eye(T.shape[-1]).expand_as(T)[:, :, 0], centred=True)
+            F = W.feedback_matrix(H).float()
+            H = H.float()
+        encodings.append(Encoding(codec, T, H, F, centred=feedback))
     return Scheme(*encodings)
 
 def without_transforms(key_bits, value_bits):

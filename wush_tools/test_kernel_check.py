@@ -80,9 +80,9 @@ def rows_of_kind(kind, x):
     return x * KINDS[kind]
 
 
-def encoding(rule, bits, clip=1.0, T=None, F=None):
+def encoding(rule, bits, clip=1.0, T=None, H=None, F=None):
     quantizer, centred = RULES[rule]
-    return Encoding(Codec(bits, quantizer, clip), T, F, centred)
+    return Encoding(Codec(bits, quantizer, clip), T, H, F, centred)
 
 
 def equal(ours, theirs):
@@ -184,11 +184,34 @@ def test_encode_kernel_with_feedback_packs_what_quantize_gives_where_sums_are_ex
     x = torch.randn(1, g, s, 64, generator=random(seed))
     later = torch.randint(1, 40, (g,), generator=random(seed + 1)).tolist()
     F = torch.stack([torch.eye(64).roll(i, 1).triu(1) / 2 for i in later])[:, None]
-    how = encoding(rule, bits, F=F)
-    theirs = W.encode_reference(x, how)
-    assert equal(encode_by_kernel(x, how), theirs)
-    without, _ = W.encode_reference(x, how._replace(feedback=None))
+    how = encoding(rule, bits, H=torch.eye(64).expand_as(F), F=F)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(W, "SWEEPS", 0)
+        theirs = W.encode_reference(x, how)
+        assert equal(encode_by_kernel(x, how), theirs)
+    without, _ = W.encode_reference(x, how._replace(hessian=None, feedback=None))
     assert s == 1 or not torch.equal(without, theirs[0])
+
+
+@needs_triton
+@law(seeds, sizes(2, 3, 4), sizes(1, 2, 3), sizes(1, 5))
+def test_encode_kernel_with_sweeps_packs_what_quantize_gives_where_sums_are_exact(
+        seed, bits, sweeps, s):
+    """Bit for bit: errors are quarters of steps, up to 15, and H' is of whole numbers: sums are below 2^24 quarters."""
+    top = 2 ** bits - 1
+    x = whole_numbers(seed, 0, 4 * top + 1, 1, 2, s, 64)
+    x[..., 0] = 0
+    x[..., 63] = 4 * top                                     # so that a step is 4
+    factor = whole_numbers(seed + 1, -1, 2, 2, 1, 64, 64)
+    H = factor @ factor.mT + 16 * torch.eye(64)
+    F = torch.eye(64).roll(20, 1).triu(1).expand_as(H) / 2
+    how = encoding("affine", bits, H=H, F=F)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(W, "SWEEPS", sweeps)
+        theirs = W.encode_reference(x, how)
+        assert equal(encode_by_kernel(x, how), theirs)
+        patch.setattr(W, "SWEEPS", sweeps - 1)
+        assert not equal(W.encode_reference(x, how), theirs)
 
 
 def loss(codes, pairs, bits, y, cost):
@@ -206,7 +229,7 @@ def random_moments(seed, d):
 
 
 def damped_cost(T, H):
-    """Return what an error of T x costs, its mean being free, as `feedback_matrix` damps it."""
+    """Return what an error of T x costs, its mean being free, as `error_hessian` damps it."""
     d = T.shape[-1]
     I = torch.eye(d, dtype=torch.float64)
     T_inverse = torch.linalg.inv(T)
@@ -215,16 +238,20 @@ def damped_cost(T, H):
 
 
 @needs_triton
-@pytest.mark.parametrize("bits, d", [(2, 128), (3, 64), (4, 64)])
-def test_encode_kernel_with_dense_feedback_moves_few_rows_and_loses_as_much(bits, d):
+@pytest.mark.parametrize("bits, d, sweeps", [(2, 128, 2), (3, 64, 1), (4, 64, 2), (3, 64, 0)])
+@pytest.mark.parametrize("own", (0.0, 0.5))
+def test_encode_kernel_with_dense_feedback_moves_few_rows_and_loses_as_much(
+        bits, d, sweeps, own, monkeypatch):
     """One code that crosses a rounding edge moves those after it in its row: other codes, the same loss."""
+    monkeypatch.setattr(W, "SWEEPS", sweeps)
     M, H = random_moments(bits, d)
     T = W.strongest_first(W.wush(M, H, exponent=0.4))
-    F = W.feedback_matrix(T, H, centred=True).float()
+    error_H = W.error_hessian(T, H, centred=True)
+    F = W.feedback_matrix(error_H).float()
     cost = damped_cost(T[0, 0], H[0])
     x = normal(1, 1, 1, 64, d) @ torch.linalg.cholesky(M).mT
     y = W.apply(T, x).float()
-    how = encoding("centred", bits, 1.3, F=F)
+    how = encoding("centred", bits, 1.3, H=error_H.float(), F=F)
     ours = encode_by_kernel(y, how)
     theirs = W.encode_reference(y, how)
     assert (ours[0] != theirs[0]).any(-1).double().mean() <= 0.02
@@ -275,8 +302,8 @@ def test_encode_kernel_reads_and_writes_nothing_beyond_its_tokens(tokens):
     codes = torch.full((160, 24), 0xAB, dtype=torch.uint8)
     pairs = torch.full((160, 1), -7, dtype=torch.int32)
     kernels._encode_kernel[-(-tokens // 16), 1](
-        buffer, buffer, buffer, codes, pairs, buffer.stride(), tokens, 1,
-        63, 0.0, False, 64, 3, False, False, 16, 16)
+        buffer, buffer, buffer, buffer, codes, pairs, buffer.stride(), tokens, 1,
+        63, 0.0, False, 0, 64, 3, False, False, 16, 16)
 
     x = buffer[:, :, :tokens]
     how = encoding("affine", 3)
@@ -290,14 +317,14 @@ def test_encode_kernel_reads_and_writes_nothing_beyond_its_tokens(tokens):
 def test_encode_takes_transforms_of_any_floating_type_and_layout():
     T = whole_numbers(1, -4, 5, 2, 1, 64, 64)
     x = whole_numbers(2, -40, 41, 1, 2, 5, 64)
-    expected = kernels.encode(x, T, None, 2, rank=60)
-    assert equal(kernels.encode(x, T.double(), None, 2, rank=60), expected)
-    assert equal(kernels.encode(x, T.mT.contiguous().mT, None, 2, rank=60), expected)
-    assert equal(kernels.encode(x, T.bfloat16(), None, 2, rank=60), expected)
+    expected = kernels.encode(x, T, None, None, 2, rank=60)
+    assert equal(kernels.encode(x, T.double(), None, None, 2, rank=60), expected)
+    assert equal(kernels.encode(x, T.mT.contiguous().mT, None, None, 2, rank=60), expected)
+    assert equal(kernels.encode(x, T.bfloat16(), None, None, 2, rank=60), expected)
 
 
 def test_encode_leaves_head_dims_that_fit_no_tile_to_its_caller():
-    assert kernels.encode(torch.randn(1, 1, 3, 96), None, None, 2, rank=90) is None
+    assert kernels.encode(torch.randn(1, 1, 3, 96), None, None, None, 2, rank=90) is None
 
 
 # ---- decode
@@ -472,6 +499,7 @@ def test_decode_attention_refuses_what_its_kernel_would_misread(name):
     assert len(str(refusal.value).splitlines()) == 1 and not kernels.switched_off
 
 
+EYES = torch.eye(64).expand(2, 1, 64, 64)
 WRONG_ENCODE = {
     "unknown bits": (dict(bits=5), "not of 5"),
     "one bit": (dict(bits=1), "not of 1"),
@@ -480,7 +508,10 @@ WRONG_ENCODE = {
     "negative levels": (dict(alpha=-1.0), "alpha = -1.0"),
     "T of another head count": (dict(T=torch.eye(64).expand(3, 1, 64, 64)), "T is"),
     "T of two blocks": (dict(T=torch.eye(32).expand(2, 2, 32, 32)), "T is"),
-    "F of another head dim": (dict(F=torch.eye(32).expand(2, 1, 32, 32)), "F is"),
+    "F of another head dim": (dict(H=EYES, F=torch.eye(32).expand(2, 1, 32, 32)), "F is"),
+    "H' of another head count": (dict(H=torch.eye(64).expand(3, 1, 64, 64), F=EYES), "H' is"),
+    "F without H'": (dict(F=EYES), "H' and F belong together"),
+    "H' without F": (dict(H=EYES), "H' and F belong together"),
     "tokens without heads": (dict(x=torch.randn(2, 5, 64)), "tokens to encode"),
     "integers": (dict(x=torch.ones(1, 2, 5, 64, dtype=torch.int32)), "tokens to encode"),
 }
@@ -489,7 +520,7 @@ WRONG_ENCODE = {
 @pytest.mark.parametrize("name", WRONG_ENCODE)
 def test_encode_refuses_what_its_kernel_would_misread(name):
     changes, words = WRONG_ENCODE[name]
-    arguments = dict(x=torch.randn(1, 2, 5, 64), T=None, F=None, bits=2) | changes
+    arguments = dict(x=torch.randn(1, 2, 5, 64), T=None, H=None, F=None, bits=2) | changes
     with pytest.raises(ValueError, match=words) as refusal:
         kernels.encode(**arguments)
     assert len(str(refusal.value).splitlines()) == 1 and not kernels.switched_off
@@ -534,10 +565,15 @@ def test_decoding_by_the_kernels_equals_decoding_by_torch(
     model = saved(tmp_path, head_dim=64, num_attention_heads=4, num_hidden_layers=layers)[1]
     folded = W.fold_values(model, transforms(model, 4.0))
     T = transforms(model, 4.0, seed=5)
-    F = torch.eye(64).roll(1, 1).triu(1).expand_as(T) / 4 if refined else None
+    H = None
+    F = None
+    if refined:
+        pair = torch.tensor([[1, 0.5], [0.5, 1]])
+        H = torch.block_diag(*[pair] * 32).expand_as(T)
+        F = -H.triu(1)
     scheme = W.Scheme(
-        Encoding(Codec(bits[0], clip=1.3), T, F, refined),
-        Encoding(Codec(bits[1], clip=1.3), None, F, refined))
+        Encoding(Codec(bits[0], clip=1.3), T, H, F, refined),
+        Encoding(Codec(bits[1], clip=1.3), None, H, F, refined))
     ids = tokens(2, 54)
     launched = set()
     attempt = kernels.attempt
@@ -590,7 +626,7 @@ def test_failing_encode_kernel_gives_one_warning_and_leaves_the_work_to_its_call
     monkeypatch.setattr(kernels, "_encode_kernel", Broken(ValueError("no such luck")))
     x = torch.randn(1, 2, 5, 64)
     with pytest.warns(RuntimeWarning, match="no such luck") as caught:
-        assert all(kernels.encode(x, None, None, 2, rank=60) is None for _ in range(3))
+        assert all(kernels.encode(x, None, None, None, 2, rank=60) is None for _ in range(3))
     assert len(caught) == 1 and kernels.switched_off == {"launch_encode"}
 
 
@@ -612,7 +648,7 @@ def test_lack_of_memory_is_passed_on_and_switches_nothing_off(error, monkeypatch
         with pytest.raises(type(error)):
             kernels.decode_attention(*arguments)
         with pytest.raises(type(error)):
-            kernels.encode(torch.randn(1, 2, 5, 64), None, None, 2, rank=60)
+            kernels.encode(torch.randn(1, 2, 5, 64), None, None, None, 2, rank=60)
     agree(arguments)
 
 
@@ -691,7 +727,7 @@ def test_autocast_changes_nothing(dtype, unspoiled):
             kernels.decode_attention(*decode),
             kernels.decode_attention_ref(*decode),
         ]
-        encoded = kernels.encode(x, T, None, 2, alpha=1.5, centred=True)
+        encoded = kernels.encode(x, T, None, None, 2, alpha=1.5, centred=True)
         return results + list(encoded or [])
 
     expected = everything()
@@ -726,7 +762,7 @@ def test_kernels_work_without_triton_and_with_one_too_old(triton, monkeypatch):
         warnings.simplefilter("error", RuntimeWarning)
         alone = W.load_kernels()
         out = alone.decode_attention(*arguments)
-        encoded = alone.encode(torch.randn(1, 1, 5, 64), None, None, 2, rank=60)
+        encoded = alone.encode(torch.randn(1, 1, 5, 64), None, None, None, 2, rank=60)
     assert alone is not kernels and alone.triton is None
     assert not alone.serves(torch.ones(1)) and not alone.switched_off
     assert torch.equal(out, alone.decode_attention_ref(*arguments))
@@ -740,7 +776,7 @@ def test_cpu_tensors_reach_no_kernel(monkeypatch, unspoiled):
     arguments = example(1, 2, 3, 64, (2, 3), (4, 70, 9))
     out = kernels.decode_attention(*arguments)
     assert torch.equal(out, kernels.decode_attention_ref(*arguments))
-    assert kernels.encode(torch.randn(1, 1, 5, 64), None, None, 2, rank=60) is None
+    assert kernels.encode(torch.randn(1, 1, 5, 64), None, None, None, 2, rank=60) is None
 
 
 @needs_triton

@@ -135,14 +135,15 @@ def table(text, header):
 
 EXAMPLES = {
     "wush": "assert wush(torch.eye(8)[None], torch.eye(8)[None]).shape == (1, 1, 8, 8)",
-    "feedback_matrix": (
-        "F = feedback_matrix(torch.eye(8)[None, None], torch.eye(8)[None] + 1)\n"
-        "assert F.shape == (1, 1, 8, 8)"),
+    "error_hessian": (
+        "H = error_hessian(torch.eye(8)[None, None], torch.eye(8)[None] + 1)\n"
+        "assert feedback_matrix(H).shape == H.shape == (1, 1, 8, 8)"),
     "apply": "assert apply(torch.ones(2, 1, 8, 8), torch.ones(1, 2, 5, 8)).shape == (1, 2, 5, 8)",
     "quantize": (
         "x = torch.randn(1, 2, 3, 64)\n"
+        "H = torch.eye(64).expand(2, 1, 64, 64)\n"
         "F = torch.ones(2, 1, 64, 64).triu(1)\n"
-        "for codes in (quantize(x, Codec(2)), quantize_refined(x, Codec(2), F, True)):\n"
+        "for codes in (quantize(x, Codec(2)), quantize_refined(x, Codec(2), H, F, True)):\n"
         "    assert dequantize(*codes).shape == x.shape"),
     "pack": (
         "x = torch.zeros(3, 64, dtype=torch.uint8)\n"

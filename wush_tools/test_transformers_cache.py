@@ -320,10 +320,10 @@ def test_calibrating_transformers_model_gives_what_calibrating_ours_gives(transf
     sides = [(got.keys, want.keys, key_hess), (got.values, want.values, value_hess)]
     for basis, wanted, hess in sides:
         assert close(moment(basis.transform.double()), moment(wanted.transform.double()), 1e-4)
-        assert (basis.feedback is None) == (transform == "oscar")
-        if basis.feedback is not None:
-            F = W.feedback_matrix(basis.transform, hess, True).float()
-            assert close(basis.feedback, F, 1e-3)
+        assert (basis.hessian is None) == (transform == "oscar")
+        if basis.hessian is not None:
+            H = W.error_hessian(basis.transform, hess, True).float()
+            assert close(basis.hessian, H, 1e-3)
 
 
 WRONG_CALIBRATIONS = [
@@ -805,7 +805,7 @@ def test_each_rank_gets_the_transforms_of_its_heads(heads, world_size, want):
         assert (got.refine, got.group) == (REFINED, None)
         for mine, whole in [(got.keys, keys), (got.values, values)]:
             assert torch.equal(mine.transform, whole.transform[:, own])
-            assert torch.equal(mine.feedback, whole.feedback[:, own])
+            assert torch.equal(mine.hessian, whole.hessian[:, own])
     for rank in (-1, world_size):
         with pytest.raises(ValueError, match="rank"):
             shard_transforms(T, rank, world_size)
@@ -1093,7 +1093,7 @@ def broken(change):
         "NaN": {"k": keys * math.nan, "v": values},
         "feedback unsaid": T._replace(**with_feedback),
         "no feedback": T._replace(refine=REFINED),
-        "feedback of keys": {"k": keys, "v": values, "k_feedback": keys.triu(1)},
+        "feedback of keys": {"k": keys, "v": values, "k_hessian": keys},
         "feedback's group": Transforms(**with_feedback, refine=REFINED, group=8),
     }[change]
 
@@ -1113,7 +1113,7 @@ WRONG_TRANSFORMS = [
     ("feedback unsaid", "feedback"),
     ("no feedback", "feedback"),
     ("feedback of keys", "feedback"),
-    ("feedback's group", "feedback"),
+    ("feedback's group", "H' of shape .* does not fit"),
 ]
 
 @pytest.mark.parametrize("change, words", WRONG_TRANSFORMS)
