@@ -378,8 +378,8 @@ def _store_plane(ptr, codes, exists, WIDTH: tl.constexpr, BELOW: tl.constexpr):
 def _encode_kernel(
         x_ptr, T_ptr, H_ptr, F_ptr, codes_ptr, pairs_ptr, x_strides, tokens, G,
         RANK: tl.constexpr, ALPHA: tl.constexpr, CENTRED: tl.constexpr, SWEEPS: tl.constexpr,
-        OWN: tl.constexpr, D: tl.constexpr, BITS: tl.constexpr, HAS_T: tl.constexpr, HAS_F: tl.constexpr,
-        BLOCK: tl.constexpr, CHUNK: tl.constexpr):
+        OWN: tl.constexpr, D: tl.constexpr, BITS: tl.constexpr, HAS_T: tl.constexpr,
+        HAS_F: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr):
     """Encode BLOCK tokens of one head."""
     # Where this program reads and writes. Heads count (b, g), in 64 bits, or offsets would wrap at 2^31.
     head = tl.program_id(1).to(tl.int64)

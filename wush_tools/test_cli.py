@@ -297,7 +297,7 @@ def lack(kind):
 def test_lack_of_memory_is_one_sentence_and_leaves_the_figures_so_far(
         kind, shelf, tmp_path, capsys, monkeypatch):
     """It names what can be made smaller. In the midst of a report, and before it, where nothing is known yet."""
-    monkeypatch.setattr(cli, "ppl_task", lambda *_: lack(kind))
+    monkeypatch.setattr(cli, "measure_error", lambda *_, **__: lack(kind))
     out = tmp_path / "figures"
     arguments = argv(shelf, "--transform", "hadamard", "--json", out)
     sentence = refusal(arguments, capsys)
@@ -305,7 +305,7 @@ def test_lack_of_memory_is_one_sentence_and_leaves_the_figures_so_far(
         assert words in sentence
     assert "--calib-len" not in sentence and "--prompt" not in sentence
     found = json.loads(out.read_text())
-    assert found["module_error"] and "kl" not in found and found["error"] in sentence
+    assert found["kl"] and "module_error" not in found and found["error"] in sentence
 
     out.unlink()
     monkeypatch.setattr(cli, "collect_moments", lambda *_: lack(kind))
@@ -537,15 +537,15 @@ def test_no_stdout_is_no_reason_to_fail(shelf, tmp_path, monkeypatch):
     assert figures(shelf, tmp_path, *flags)["text"]["hadamard"]
 
 def test_interrupt_keeps_the_figures_so_far(shelf, tmp_path, monkeypatch):
-    def interrupted(*_):
+    def interrupted(*_, **__):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(cli, "ppl_task", interrupted)
+    monkeypatch.setattr(cli, "measure_error", interrupted)
     with pytest.raises(SystemExit) as exit:
         figures(shelf, tmp_path, "--transform", "hadamard")
     found = json.loads((tmp_path / "figures").read_text())
     assert exit.value.code == cli.INTERRUPTED
-    assert found["interrupted"] and found["module_error"] and "kl" not in found
+    assert found["interrupted"] and found["kl"] and "module_error" not in found
 
     # Before the task there is nothing to keep.
     (tmp_path / "figures").unlink()
