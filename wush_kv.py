@@ -714,7 +714,7 @@ def causal_attention(q, k, v, valid=None):
     if valid is None and t in (1, s):
         return attention(q, k, v, is_causal=t > 1)
 
-    # A number of queries at a time, which bounds the size of masks and scores.
+    # A number of queries at a time, which bounds the size of masks and scores; no queries are one empty piece.
     outputs = []
     columns = torch.arange(s, device=q.device)
     size = max(1, 2 ** 22 // s)
@@ -775,8 +775,9 @@ class Store:
     """The keys, or the values, of one layer: [sink | packed | recent].
 
     codes are (b, g, capacity, d·bits/8), uint8, and pairs (b, g, capacity, groups), int32: a bfloat16 scale and
-    offset each. With 16 bits the codes are x in model dtype, unrounded (T x, where a test wants to see T alone).
-    How many tokens lie in each part, the window cache knows: `rows` is a slice of batch rows with equal `counts`.
+    offset each. With 16 bits the codes are x in model dtype, unrounded; should the encoding have a T, they are T x.
+    The window cache, which owns two stores, knows how many tokens lie in each part. In the methods below, `rows` is
+    always a slice of batch rows that all have the same `counts`.
     """
 
     def __init__(self, batch, heads, d, encoding, windows, dtype, device):
@@ -953,6 +954,7 @@ class WindowCache:
         check_shape(k, self.keys.recent)
         check_shape(v, self.values.recent)
         for rows in self.equal_rows(pad):
+            # What the first row of the slice has, all of its rows have.
             counts = self.counts(rows.start)
             first = pad[rows.start]
             self.keys.append(rows, counts, k[rows, :, first:])
@@ -991,7 +993,9 @@ class WindowCache:
 
     def attend_restored(self, q):
         """Attend from the last t tokens' q (b, g, r, t, d), which share the cost of reading everything back."""
-        length = max(*self.n_tokens, q.shape[3])                 # a call may be mostly padding
+        # Rows are aligned on the right, over as many columns as the longest has, or as there are queries if a call is mostly
+        # padding. Queries that are padding then stand over older tokens or over nothing; what they get is not used.
+        length = max(*self.n_tokens, q.shape[3])
         pad = [length - count for count in self.n_tokens]
         valid = left_padding(pad, length, q.device)
         k = self.read(self.keys, length)
@@ -1028,6 +1032,8 @@ class WindowCache:
         """As `attend_parts`, in one launch over packed bytes and windows; where that fails, its reference answers."""
         q = q[..., 0, :]
         q_packed = apply(self.keys.consumer_transform, q.float())
+
+        # From the counts of each row to a tensor, over all rows, for each part.
         counts = [self.counts(row) for row in range(len(self.n_tokens))]
         lengths = [device_lengths(part, q.device) for part in zip(*counts)]
         n_sink, n_packed, n_recent = lengths
@@ -1067,7 +1073,7 @@ class PlainCache:
         self.v[:, :, start:end] = v
         self.n_tokens = [count + k.shape[2] - skipped for count, skipped in zip(self.n_tokens, pad)]
 
-        # Only padding needs a mask.
+        # Only padding needs a mask. If no row ever had any, all have as many tokens as there are columns.
         columns = torch.arange(k.shape[2], device=k.device)
         padding = torch.tensor(pad, device=k.device)
         new_valid = columns >= padding[:, None]
@@ -1396,6 +1402,8 @@ def new_cache(model, scheme=None, windows=Windows(), batch=1):
 
 def feed(model, cache, ids, pad=None):
     """Run ids (b, t), the rows' next tokens after `pad` columns of padding, through the cache: (b, t, D)."""
+
+    # A row's first token comes after its last one; the padding before it gets smaller positions, which do not matter.
     skipped = pad or [0] * len(ids)
     first = [count - padding for count, padding in zip(cache[0].n_tokens, skipped)]
     columns = torch.arange(ids.shape[1], device=ids.device)
