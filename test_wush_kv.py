@@ -82,9 +82,10 @@ def damped(S, damping=0.01):
     d = S.shape[-1]
     return S + damping * (trace(S) / d)[..., None, None] * eye(d)
 
-def as_collected(M, H, tokens=10 ** 6):
-    """Name moments (l, g, d, d) as `collect_moments` does, the same for keys and for values."""
-    return {"keys": M, "queries": H, "values": M, "outputs": H, "tokens": tokens}
+def as_collected(M, H, tokens=10 ** 6, n_queries=1):
+    """Name moments (l, g, d, d) as `collect_moments` does, the same for keys and for values; H is Σ q qᵀ."""
+    named = {"keys": M, "queries": 2 * H, "values": M, "outputs": 2 * H}
+    return named | {"tokens": tokens, "n_queries": n_queries}
 
 def quantized_and_read(x, codec):
     return W.dequantize(*W.quantize(x, codec))
@@ -140,11 +141,14 @@ def test_derived_transforms_are_their_rules_of_their_moments(name, key_hess, val
     drawn = normal(2, 7, 2, 2, 40, 32)
     calibrated = {key: moment(x) for key, x in zip(names, drawn)}
     calibrated["tokens"] = 100 * 32
+    calibrated["n_queries"] = 40
     derived = W.derive(calibrated, name, W.PAPER, m)
     rule = W.TRANSFORMS[name].rule
-    sides = [(derived.keys, "keys", key_hess), (derived.values, "values", value_hess)]
+    key_H = W.in_score_units(calibrated[key_hess], calibrated)
+    sides = [
+        (derived.keys, "keys", key_H), (derived.values, "values", calibrated[value_hess])]
     for basis, gram, hess in sides:
-        expected = rule(calibrated[gram], calibrated[hess], m)
+        expected = rule(calibrated[gram], hess, m)
         assert basis.transform.is_contiguous()
         assert torch.equal(basis.transform, expected.float())
         assert basis.hessian is None
@@ -725,23 +729,24 @@ def test_fine_grid_loses_a_twelfth_of_the_pivots_with_feedback_and_of_the_trace_
         assert loss.item() == pytest.approx(expected.item() * step ** 2 / 12, rel=0.03)
 
 def random_errors(seed, *shape):
-    """Draw what errors cost, H' (1, *shape, m), of condition up to 1e3, and F of it."""
+    """Draw what errors cost, H' (1, *shape, m), of condition up to 1e3 and mean diagonal 1, and F of it."""
     m = shape[-1]
     M, H = random_moments(seed, m, math.prod(shape[:-1]))
     cost = W.error_hessian(torch.linalg.cholesky(M).mT[:, None], H)
+    cost = cost / W.mean_diagonal(cost)
     cost = cost.reshape(1, *shape, m)
     return cost.float(), W.feedback_matrix(cost).float()
 
-def best_of_all_levels(codes, steps, i, top, H):
-    """Try each level for channel i of codes (s, m), in float64: the one of the least eᵀ H' e, (s,)."""
-    costs = []
-    for level in range(top + 1):
-        error = codes.double() - steps.double()
-        error[:, i] = level - steps[:, i].double()
-        costs.append(((error @ H.double()) * error).sum(-1))
-    return torch.stack(costs).argmin(0).float()
+def best_of_all_levels(codes, steps, i, top, H, u):
+    """Try each level for channel i of codes (s, m), in float64: the one of the least eᵀ H' e + (uᵀ e)², (s,)."""
+    levels = torch.arange(top + 1)[:, None]
+    errors = (codes.double() - steps.double()).repeat(top + 1, 1, 1)
+    errors[..., i] = levels - steps[:, i].double()
+    cost = (errors @ H.double() * errors).sum(-1)
+    cost += (u * errors).sum(-1).square()
+    return cost.argmin(0).float()
 
-def quantized_channel_by_channel(x, codec, H, F, sweeps, centred):
+def quantized_channel_by_channel(x, codec, H, F, sweeps, centred, own):
     """Quantize x (s, m), one group, by H' and F (m, m), with plain loops: codes, scale and offset."""
     top = 2 ** codec.bits - 1
     middle = torch.zeros(len(x), 1)
@@ -764,15 +769,17 @@ def quantized_channel_by_channel(x, codec, H, F, sweeps, centred):
         error = channel - (scale * code + lowest)
         y = y - error * F[i]
     for _, i in np.ndindex(sweeps, x.shape[-1]):
-        codes[:, i] = best_of_all_levels(codes, (x - lowest) / scale, i, top, H)
+        u = own ** 0.5 * x.double() @ H.double()
+        codes[:, i] = best_of_all_levels(codes, (x - lowest) / scale, i, top, H, u)
     if centred:
         missed = x - (scale * codes + lowest)
         lowest = lowest + missed.double().mean(-1, keepdim=True).float()
     return codes.byte(), scale.bfloat16(), lowest.bfloat16()
 
-@law(seeds, sizes(2, 3, 4), quantizers, sizes(None, 16), sizes(0, 1, 2), st.booleans())
+@law(seeds, sizes(2, 3, 4), quantizers, sizes(None, 16), sizes(0, 2), st.booleans(),
+     sizes(0.0, 0.5))
 def test_refined_quantizing_equals_one_channel_after_another(
-        seed, bits, quantizer, group, sweeps, centred):
+        seed, bits, quantizer, group, sweeps, centred, own):
     """Errors in units of steps change float noise only: few codes. Groups are apart."""
     codec = Codec(bits, quantizer, 1.0, group)
     m = group or 64
@@ -782,13 +789,13 @@ def test_refined_quantizing_equals_one_channel_after_another(
     F = F[0]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(W, "SWEEPS", sweeps)
-        codes, scale, offset = W.quantize_refined(x, codec, H, F, centred)
+        codes, scale, offset = W.quantize_refined(x, codec, H, F, centred, own)
     wrong_rows = 0
     wrong_pairs = 0
     for g, n in np.ndindex(2, 64 // m):
         channels = slice(n * m, n * m + m)
         expected = quantized_channel_by_channel(
-            x[0, g, :, channels], codec, H[g, n], F[g, n], sweeps, centred)
+            x[0, g, :, channels], codec, H[g, n], F[g, n], sweeps, centred, own)
         different = codes[0, g, :, channels] != expected[0]
         wrong_rows += different.any(-1).sum().item()
         different = scale[0, g, :, n] != expected[1][:, 0]
@@ -812,7 +819,7 @@ def test_refined_quantizing_stands_every_kind_of_row(seed, codec, d):
     x = all_kinds(seed, d)[None, None]
     m = codec.group or d
     H, F = random_errors(seed + 1, d // m, m)
-    codes, scale, offset = W.quantize_refined(x, codec, H, F, True)
+    codes, scale, offset = W.quantize_refined(x, codec, H, F, True, 0.5)
     assert codes.max() <= 2 ** codec.bits - 1
     read = W.dequantize(codes, scale, offset)
     assert read.isfinite().all()
@@ -820,20 +827,23 @@ def test_refined_quantizing_stands_every_kind_of_row(seed, codec, d):
     constant = read[0, 0, 8:12]
     assert ((constant + 3).abs() <= 3 * 2.0 ** -8).all()
 
-def cost_of(codes, steps, H):
-    """Return eᵀ H' e of each column of e = codes − steps (..., m, s), in float64: (..., s)."""
+def cost_of(codes, steps, H, u=None):
+    """Return eᵀ H' e + (uᵀ e)² of each column of e = codes − steps (..., m, s), in float64: (..., s)."""
     error = codes.double() - steps.double()
-    return (error * (H.double() @ error)).sum(-2)
+    cost = (error * (H.double() @ error)).sum(-2)
+    if u is not None:
+        cost += (u.double() * error).sum(-2).square()
+    return cost
 
-def to_be_swept(seed, bits, d, dtype=torch.float64):
-    """Draw codes at random, steps (d, 24) of every kind of row, and H' (d, d)."""
+def to_be_swept(seed, bits, d, has_u, dtype=torch.float64):
+    """Draw codes at random, steps (d, 24) of every kind of row, H' (d, d), and u (d, 24) or None."""
     rows = all_kinds(seed, d)
     scale, offset = W.stored_pair(*W.quest(rows, bits))
     steps = W.in_steps(rows, scale, offset).mT
     codes = integers(seed, 2 ** bits, d, 24)
-    M, H = random_moments(seed, d)
-    H = W.error_hessian(torch.linalg.cholesky(M).mT[:, None], H)[0, 0]
-    return codes.to(dtype), steps.to(dtype), H.to(dtype)
+    H = random_errors(seed, 1, d)[0][0, 0].to(dtype)
+    u = normal(seed, d, 24).to(dtype) if has_u else None
+    return codes.to(dtype), steps.to(dtype), H, u
 
 def test_sweep_of_two_channels_worked_by_hand():
     """Costs 2e₀² + 2e₀e₁ + 2e₁², so F₀₁ = −1/2.
@@ -861,34 +871,42 @@ def test_sweep_of_two_channels_worked_by_hand():
     assert cost_of(fed_back, clipped, H).item() == pytest.approx(0.74)
     assert cost_of(swept, clipped, H).item() == pytest.approx(0.54)
 
-@law(seeds, sizes(2, 3, 4), sizes(2, 8, 64), sizes(torch.float32, torch.float64))
-def test_sweep_never_raises_the_cost_and_moves_among_the_levels(seed, bits, d, dtype):
-    """From any codes. The gradient is a sum of d products, and d moves of at most `top` steps change it: 2d roundings."""
-    codes, steps, H = to_be_swept(seed, bits, d, dtype)
+def noise_of(codes, steps, bits, H, u):
+    """Bound what rounding does to the cost of d moves, each of at most `top` steps, by gradients of 2d roundings."""
     top = 2 ** bits - 1
-    swept = W.sweep(codes, steps, bits, H)
-    assert ((swept == swept.round()) & (0 <= swept) & (swept <= top)).all()
-    magnitudes = H.double().abs() @ ((codes - steps).double().abs() + top)
-    noise = 2 * d * torch.finfo(dtype).eps * top * magnitudes.sum(-2)
-    assert (cost_of(swept, steps, H) <= cost_of(codes, steps, H) + noise).all()
+    d = len(codes)
+    size = (codes - steps).double().abs() + top
+    gradient = H.double().abs() @ size
+    if u is not None:
+        along = u.double().abs()
+        gradient += along * (along * size).sum(0)
+    return 2 * d * torch.finfo(codes.dtype).eps * top * gradient.sum(0)
+
+@law(seeds, sizes(2, 3, 4), sizes(2, 8, 64), st.booleans(), sizes(torch.float32, torch.float64))
+def test_sweep_never_raises_the_cost_and_moves_among_the_levels(seed, bits, d, has_u, dtype):
+    """From any codes, and for any kind of row."""
+    codes, steps, H, u = to_be_swept(seed, bits, d, has_u, dtype)
+    swept = W.sweep(codes, steps, bits, H, u)
+    assert ((swept == swept.round()) & (0 <= swept) & (swept <= 2 ** bits - 1)).all()
+    noise = noise_of(codes, steps, bits, H, u)
+    assert (cost_of(swept, steps, H, u) <= cost_of(codes, steps, H, u) + noise).all()
     assert (swept != codes).any()
 
-@law(seeds, sizes(2, 3, 4), sizes(2, 8, 24))
-def test_fixed_point_of_sweeps_has_the_best_level_in_every_channel(seed, bits, d):
+@law(seeds, sizes(2, 3, 4), sizes(2, 8, 24), st.booleans())
+def test_fixed_point_of_sweeps_has_the_best_level_in_every_channel(seed, bits, d, has_u):
     """Each level of each channel is tried, the others left as they are."""
-    codes, steps, H = to_be_swept(seed, bits, d)
+    codes, steps, H, u = to_be_swept(seed, bits, d, has_u)
     for _ in range(100):
         before = codes
-        codes = W.sweep(before, steps, bits, H)
+        codes = W.sweep(before, steps, bits, H, u)
         if torch.equal(codes, before):
             break
     assert torch.equal(codes, before)
-    lowest = cost_of(codes, steps, H)
-    noise = 1e-12 * (H.abs() @ (codes - steps).abs()).sum(-2) * 2 ** bits
+    lowest = cost_of(codes, steps, H, u) - noise_of(codes, steps, bits, H, u)
     for i, level in np.ndindex(d, 2 ** bits):
         moved = codes.clone()
         moved[i] = level
-        assert (cost_of(moved, steps, H) >= lowest - noise).all()
+        assert (cost_of(moved, steps, H, u) >= lowest).all()
 
 @law(seeds, codecs, sizes(16, 64), st.booleans())
 def test_search_with_a_diagonal_hessian_changes_nothing_after_rounding(seed, codec, d, centred):
@@ -916,6 +934,46 @@ def test_search_costs_less_than_feedback_alone_and_that_less_than_rounding(seed,
     rounded = W.nearest_code(steps, bits)
     of_rounding = cost_of(rounded[0, 0, :, 0].mT, steps[0, 0, :, 0].mT, H[0, 0]).sum()
     assert costs[2] <= costs[1] < costs[0] < of_rounding
+
+@law(seeds, sizes(8, 64), sizes(0.25, 0.5, 1.0))
+def test_own_direction_makes_stretching_a_key_cost_its_score_squared(seed, d, weight):
+    """An error c·y adds weight · (c · yᵀH'y)² to its c² · yᵀH'y, whatever the axis of y."""
+    H = random_errors(seed, 1, d)[0]
+    y = normal(seed, 1, 1, 5, 1, d).float()
+    u = W.own_direction(y, H, weight)
+    score = (y @ H * y).sum(-1)
+    assert close((u * y).sum(-1).square(), weight * score.square(), 1e-5)
+    across = normal(seed + 1, 1, 1, 5, 1, d).float()
+    across -= y * (across @ H * y).sum(-1, keepdim=True) / score[..., None]      # yᵀ H' across = 0
+    assert (u * across).sum(-1).abs().max() <= 1e-5 * d * u.norm() * across.norm()
+
+@law(seeds, sizes(2, 4))
+def test_queries_that_look_for_a_key_pay_for_its_own_direction_with_weight_1(seed, d):
+    """Normal queries, weighted by exp(q·k/√d), pay δᵀHδ + (kᵀHδ)² for an error δ. kᵀHk = 1/4, so 3 % are over five standard errors."""
+    factor = normal(seed, d, d) + 2 * eye(d)
+    H = moment(factor) / d                                   # E[q qᵀ]/d
+    k = normal(seed + 1, d)
+    k /= 2 * (k @ H @ k).sqrt()
+    error = normal(seed + 2, d)
+    scaled = normal(seed + 3, 200_000, d) @ factor / math.sqrt(d)               # q/√d
+    weights = (scaled @ k).softmax(0)
+    paid = weights @ (scaled @ error).square()
+    u = W.own_direction(k.expand(1, 1, 1, 1, d), H[None, None], 1.0).flatten()
+    assert paid.item() == pytest.approx((error @ H @ error + (u @ error) ** 2).item(), rel=0.03)
+
+@law(seeds, sizes(1, 7), sizes(4, 16))
+def test_hessian_in_score_units_is_the_mean_square_of_scores_moves(seed, n_queries, d):
+    """Of the queries themselves; another Hessian of keys gets their size, and a zero one stays zero."""
+    q = normal(seed, 1, 1, n_queries, d)
+    k = normal(seed + 1, d)
+    calibrated = as_collected(moment(q), moment(q), n_queries=n_queries)
+    H = W.in_score_units(calibrated["queries"], calibrated)[0, 0]
+    scores = q[0, 0] @ k / math.sqrt(d)
+    assert (k @ H @ k).item() == pytest.approx(scores.square().mean().item(), rel=1e-9)
+    other = W.in_score_units(7 * random_moments(seed, d)[1][None], calibrated)
+    assert trace(other).item() == pytest.approx(trace(H).item(), rel=1e-9)
+    loud = as_collected(moment(q), 1e6 * moment(q), n_queries=n_queries)
+    assert (W.in_score_units(torch.zeros(1, 1, d, d).double(), loud) == 0).all()
 
 @law(seeds, sizes(2, 16, 64))
 def test_reversing_the_order_of_eigenvalues_is_a_rotation_from_the_left(seed, d):
@@ -947,7 +1005,7 @@ def test_offset_carries_the_mean_over_channels_to_half_a_step_of_bfloat16(seed, 
 @pytest.mark.parametrize("quantizer", W.QUANTIZERS)
 def test_refined_beats_the_papers_setting_at_every_width(bits, quantizer):
     """Keys with the paper's transform and refined, on data of the moments' own: condition 1e3."""
-    M, H = (S.float().double() for S in random_moments(3, 64, 2))
+    M, H = (S.float().double() / 192 for S in random_moments(3, 64, 2))
     k = normal(5, 2, 1000, 64) @ torch.linalg.cholesky(M).mT
     q = normal(6, 2, 1000, 64) @ torch.linalg.cholesky(H).mT
     calibrated = as_collected(M[None], H[None])
@@ -963,7 +1021,7 @@ def test_refined_beats_the_papers_setting_at_every_width(bits, quantizer):
 @pytest.mark.parametrize("seed", range(3))
 def test_few_calibration_tokens_are_never_much_worse_than_none(seed, tokens):
     """Refined, from any number of tokens, loses at most 1.2 times what the Hadamard transform loses."""
-    M, H = random_moments(seed, 64, 2)
+    M, H = (S / 192 for S in random_moments(seed, 64, 2))    # so that scores are of a model's size
     L_M = torch.linalg.cholesky(M)
     L_H = torch.linalg.cholesky(H)
 
@@ -973,7 +1031,7 @@ def test_few_calibration_tokens_are_never_much_worse_than_none(seed, tokens):
     few = as_collected(
         moment(drawn(seed + 10, tokens, L_M))[None],
         moment(drawn(seed + 20, tokens, L_H))[None],
-        tokens)
+        tokens, tokens)
     k = drawn(seed + 30, 2000, L_M)
     q = drawn(seed + 40, 500, L_H)
     loss = {}
@@ -986,8 +1044,10 @@ def test_few_calibration_tokens_are_never_much_worse_than_none(seed, tokens):
 def test_many_calibration_tokens_are_believed_as_they_are():
     """From 100·d tokens on, T is the rule's of the moments themselves, bit for bit."""
     M, H = random_moments(0, 16, 2)
-    derived = W.derive(as_collected(M[None], H[None], 1600), refine=W.PAPER)
-    assert torch.equal(derived.keys.transform, W.wush(M[None], H[None]).float())
+    calibrated = as_collected(M[None], H[None], 1600)
+    derived = W.derive(calibrated, refine=W.PAPER)
+    key_H = W.in_score_units(H[None], calibrated)
+    assert torch.equal(derived.keys.transform, W.wush(M[None], key_H).float())
     fewer = W.derive(as_collected(M[None], H[None], 1599), refine=W.PAPER)
     assert not torch.equal(fewer.keys.transform, derived.keys.transform)
 
@@ -1103,9 +1163,10 @@ def test_collected_moments_count_what_transformers_caches_and_attends_with():
     found = W.collect_moments(ours, sequences, attention_aware=True)
     first, second = (moments_by_hand(theirs, ids) for ids in sequences)
     assert found.pop("tokens") == 23 + 40
+    assert found.pop("n_queries") == (23 + 40) * 4             # queries of a KV head
     assert found.keys() == first.keys()
     attention = {"queries_attention", "outputs_attention"}
-    assert W.collect_moments(ours, []).keys() == first.keys() - attention | {"tokens"}
+    assert W.collect_moments(ours, []).keys() == first.keys() - attention | {"tokens", "n_queries"}
     for name, S in found.items():
         expected = first[name] if name == "outputs" else first[name] + second[name]
         assert S.dtype == torch.float64
@@ -1119,7 +1180,9 @@ def test_collected_moments_add_up_over_sequences_in_any_order():
 
     def collected(*sequences):
         moments = W.collect_moments(model, sequences, attention_aware=True)
-        assert moments.pop("tokens") == sum(len(sequence) for sequence in sequences)
+        count = sum(len(sequence) for sequence in sequences)
+        assert moments.pop("tokens") == count
+        assert moments.pop("n_queries") == 4 * count         # of a KV head
         return moments
 
     both = collected(a, b)
@@ -1299,10 +1362,11 @@ def test_calibration_needs_3_gib_beside_the_weights(
         moments = W.collect_moments(model, [ids], attention_aware)
 
     square_bytes = 8 * 128 * 128
-    layer_bytes = square_bytes * 8 * (len(moments) - 1)
+    layer_bytes = square_bytes * 8 * (len(moments) - 2)
     if attention_aware:
         layer_bytes += square_bytes * heads
-    assert memory.live == sum(moments[name].nbytes for name in moments if name != "tokens")
+    squares = [S for S in moments.values() if isinstance(S, torch.Tensor)]
+    assert memory.live == sum(S.nbytes for S in squares)
     assert memory.peak + (layers - 2) * layer_bytes <= 3 * 2 ** 30
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -410,7 +410,7 @@ def in_score_units(hess, moments):
     d = hess.shape[-1]
     score_moment = moments["queries"] / (2 * max(moments["n_queries"], 1) * d)
     smallest = torch.finfo(hess.dtype).tiny
-    return hess * mean_diagonal(score_moment) / mean_diagonal(hess).clamp(min=smallest)
+    return hess / mean_diagonal(hess).clamp(min=smallest) * mean_diagonal(score_moment)
 
 def feedback_matrix(H):
     """Derive F (..., m, m), strictly upper, from H' (..., m, m): once channel i is rounded, y_j −= e_i F_ij for all j > i.

@@ -80,9 +80,9 @@ def rows_of_kind(kind, x):
     return x * KINDS[kind]
 
 
-def encoding(rule, bits, clip=1.0, T=None, H=None, F=None):
+def encoding(rule, bits, clip=1.0, T=None, H=None, F=None, own=0.0):
     quantizer, centred = RULES[rule]
-    return Encoding(Codec(bits, quantizer, clip), T, H, F, centred)
+    return Encoding(Codec(bits, quantizer, clip), T, H, F, centred, own)
 
 
 def equal(ours, theirs):
@@ -214,10 +214,11 @@ def test_encode_kernel_with_sweeps_packs_what_quantize_gives_where_sums_are_exac
         assert not equal(W.encode_reference(x, how), theirs)
 
 
-def loss(codes, pairs, bits, y, cost):
-    """Return Σ eᵀ cost e over the errors e of tokens (1, 1, s, d)."""
+def loss(codes, pairs, bits, y, cost, own):
+    """Return Σ eᵀ cost e + own · (yᵀ cost e)² over the errors e of tokens y (1, 1, s, d)."""
     error = (kernels.dequantized(codes, pairs, bits) - y).double()[0, 0]
-    return ((error @ cost) * error).sum().item()
+    along = (y.double()[0, 0] @ cost * error).sum(-1)
+    return ((error @ cost) * error).sum().item() + own * along.square().sum().item()
 
 
 def random_moments(seed, d):
@@ -238,24 +239,26 @@ def damped_cost(T, H):
 
 
 @needs_triton
-@pytest.mark.parametrize("bits, d, sweeps", [(2, 128, 2), (3, 64, 1), (4, 64, 2), (3, 64, 0)])
-@pytest.mark.parametrize("own", (0.0, 0.5))
+@pytest.mark.parametrize("bits, d, sweeps, own", [
+    (2, 128, 1, 0.5), (3, 64, 0, 0.0), (4, 64, 2, 0.0), (4, 64, 2, 0.5)])
 def test_encode_kernel_with_dense_feedback_moves_few_rows_and_loses_as_much(
         bits, d, sweeps, own, monkeypatch):
     """One code that crosses a rounding edge moves those after it in its row: other codes, the same loss."""
     monkeypatch.setattr(W, "SWEEPS", sweeps)
-    M, H = random_moments(bits, d)
+    M, H = [S / (3 * d) for S in random_moments(bits, d)]
+    H = H / d                                                # of scores q·k/√d
     T = W.strongest_first(W.wush(M, H, exponent=0.4))
     error_H = W.error_hessian(T, H, centred=True)
     F = W.feedback_matrix(error_H).float()
     cost = damped_cost(T[0, 0], H[0])
     x = normal(1, 1, 1, 64, d) @ torch.linalg.cholesky(M).mT
     y = W.apply(T, x).float()
-    how = encoding("centred", bits, 1.3, H=error_H.float(), F=F)
+    how = encoding("centred", bits, 1.3, H=error_H.float(), F=F, own=own)
     ours = encode_by_kernel(y, how)
     theirs = W.encode_reference(y, how)
     assert (ours[0] != theirs[0]).any(-1).double().mean() <= 0.02
-    assert loss(*ours, bits, y, cost) == pytest.approx(loss(*theirs, bits, y, cost), rel=0.01)
+    expected = loss(*theirs, bits, y, cost, own)
+    assert loss(*ours, bits, y, cost, own) == pytest.approx(expected, rel=0.01)
 
 
 @needs_triton
@@ -303,7 +306,7 @@ def test_encode_kernel_reads_and_writes_nothing_beyond_its_tokens(tokens):
     pairs = torch.full((160, 1), -7, dtype=torch.int32)
     kernels._encode_kernel[-(-tokens // 16), 1](
         buffer, buffer, buffer, buffer, codes, pairs, buffer.stride(), tokens, 1,
-        63, 0.0, False, 0, 64, 3, False, False, 16, 16)
+        63, 0.0, False, 0, 0.0, 64, 3, False, False, 16, 16)
 
     x = buffer[:, :, :tokens]
     how = encoding("affine", 3)

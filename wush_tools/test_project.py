@@ -143,7 +143,7 @@ EXAMPLES = {
         "x = torch.randn(1, 2, 3, 64)\n"
         "H = torch.eye(64).expand(2, 1, 64, 64)\n"
         "F = torch.ones(2, 1, 64, 64).triu(1)\n"
-        "for codes in (quantize(x, Codec(2)), quantize_refined(x, Codec(2), H, F, True)):\n"
+        "for codes in (quantize(x, Codec(2)), quantize_refined(x, Codec(2), H, F, True, 0.5)):\n"
         "    assert dequantize(*codes).shape == x.shape"),
     "pack": (
         "x = torch.zeros(3, 64, dtype=torch.uint8)\n"
