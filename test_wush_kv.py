@@ -739,13 +739,12 @@ def random_errors(seed, *shape):
 
 def best_of_all_levels(codes, steps, i, top, H, u):
     """Try each level for channel i of codes (s, m), in float64: the one of the least eᵀ H' e + (uᵀ e)², (s,)."""
-    costs = []
-    for level in range(top + 1):
-        error = codes.double() - steps.double()
-        error[:, i] = level - steps[:, i].double()
-        cost = ((error @ H.double()) * error).sum(-1)
-        costs.append(cost + (u * error).sum(-1).square())
-    return torch.stack(costs).argmin(0).float()
+    levels = torch.arange(top + 1)[:, None]
+    errors = (codes.double() - steps.double()).repeat(top + 1, 1, 1)
+    errors[..., i] = levels - steps[:, i].double()
+    cost = (errors @ H.double() * errors).sum(-1)
+    cost += (u * errors).sum(-1).square()
+    return cost.argmin(0).float()
 
 def quantized_channel_by_channel(x, codec, H, F, sweeps, centred, own):
     """Quantize x (s, m), one group, by H' and F (m, m), with plain loops: codes, scale and offset."""
@@ -777,7 +776,7 @@ def quantized_channel_by_channel(x, codec, H, F, sweeps, centred, own):
         lowest = lowest + missed.double().mean(-1, keepdim=True).float()
     return codes.byte(), scale.bfloat16(), lowest.bfloat16()
 
-@law(seeds, sizes(2, 3, 4), quantizers, sizes(None, 16), sizes(0, 1, 2), st.booleans(),
+@law(seeds, sizes(2, 3, 4), quantizers, sizes(None, 16), sizes(0, 2), st.booleans(),
      sizes(0.0, 0.5))
 def test_refined_quantizing_equals_one_channel_after_another(
         seed, bits, quantizer, group, sweeps, centred, own):
@@ -939,7 +938,7 @@ def test_search_costs_less_than_feedback_alone_and_that_less_than_rounding(seed,
 @law(seeds, sizes(8, 64), sizes(0.25, 0.5, 1.0))
 def test_own_direction_makes_stretching_a_key_cost_its_score_squared(seed, d, weight):
     """An error c·y adds weight · (c · yᵀH'y)² to its c² · yᵀH'y, whatever the axis of y."""
-    H = random_errors(seed, 1, d)[0][0]
+    H = random_errors(seed, 1, d)[0]
     y = normal(seed, 1, 1, 5, 1, d).float()
     u = W.own_direction(y, H, weight)
     score = (y @ H * y).sum(-1)
@@ -950,13 +949,13 @@ def test_own_direction_makes_stretching_a_key_cost_its_score_squared(seed, d, we
 
 @law(seeds, sizes(2, 4))
 def test_queries_that_look_for_a_key_pay_for_its_own_direction_with_weight_1(seed, d):
-    """Normal queries, weighted by exp(q·k/√d), pay δᵀHδ + (kᵀHδ)² for an error δ: a million, kᵀHk = 1/4, to 3 %."""
+    """Normal queries, weighted by exp(q·k/√d), pay δᵀHδ + (kᵀHδ)² for an error δ. kᵀHk = 1/4, so 3 % are over five standard errors."""
     factor = normal(seed, d, d) + 2 * eye(d)
     H = moment(factor) / d                                   # E[q qᵀ]/d
     k = normal(seed + 1, d)
     k /= 2 * (k @ H @ k).sqrt()
     error = normal(seed + 2, d)
-    scaled = normal(seed + 3, 10 ** 6, d) @ factor / math.sqrt(d)               # q/√d
+    scaled = normal(seed + 3, 200_000, d) @ factor / math.sqrt(d)               # q/√d
     weights = (scaled @ k).softmax(0)
     paid = weights @ (scaled @ error).square()
     u = W.own_direction(k.expand(1, 1, 1, 1, d), H[None, None], 1.0).flatten()
