@@ -75,6 +75,9 @@ WRONG = [
     ("--save TMP/x --json TMP/x", "--json --save"),
     ("--save TMP/x --json TMP/x.json", "--json --save"),
     ("--save TMP/x --transforms TMP/y", "--save --transforms"),
+    ("--task retrieval --eval-len 60", "--eval-len 60 room"),
+    ("--task retrieval --windows 16,400,16", "--eval-len 200 room windows"),
+    ("--task retrieval --bits 16 --eval-len 60", "--eval-len 60 room"),
     ("--task calibrate", "--save"),
     ("--task calibrate --bits 16 --save TMP/x", "--bits"),
     ("--bits 16 --save TMP/x", "--save"),
@@ -411,6 +414,68 @@ def test_report_writes_its_figures(report, shelf):
     errors = evaluate.module_error(report.model, report.texts, report.schemes, 0)
     for name, (error, _) in errors.items():
         assert found["module_error"][name] == pytest.approx(error, rel=1e-5)
+
+def test_retrieval_asks_through_the_template_or_raw(shelf, tmp_path, shown, monkeypatch):
+    """Four numbers in each text of 512 bytes; the text is the user's message, and what is asked begins the answer."""
+    asked = []
+    retrieval = cli.retrieval
+
+    def retrieve_and_note(model, haystacks, *arguments):
+        asked.extend(haystacks)
+        return retrieval(model, haystacks, *arguments)
+
+    monkeypatch.setattr(cli, "retrieval", retrieve_and_note)
+    flags = ["--task", "retrieval", "--eval-len", 512, "--windows", "2,8,4"]
+    decode = shelf.tokenizer.decode
+    for more, start, end, lead in (([], "<user>", "<bot>!", "The"), (["--raw"], "", "", "\nThe")):
+        asked.clear()
+        found = figures(shelf, tmp_path, *flags, *more)
+        names = {"none", "hadamard", "oscar", "wush", "refined"}
+        assert found["retrieval"].keys() == found["standard_error"]["retrieval"].keys() == names
+        assert found["retrieval_n"] == sum(len(questions) for _, questions in asked) == 8
+        for text, questions in asked:
+            assert decode(text).startswith(start) and decode(text).endswith(end)
+            for tokens, count, place in questions:
+                assert len(text) + len(tokens) <= 512
+                assert decode(tokens).startswith(lead + " special magic number for ")
+                assert torch.equal(text[place:place + len(tokens) - count], tokens[count:])
+
+def test_retrieval_of_16_bits_has_one_row(shelf, tmp_path):
+    flags = ["--task", "retrieval", "--eval-len", 512, "--bits", 16]
+    assert figures(shelf, tmp_path, *flags)["retrieval"].keys() == {"none"}
+
+def test_a_tokenizer_without_digits_cannot_be_asked_for_numbers(shelf, tmp_path, capsys, no_weights):
+    """Retrieval refuses it in a sentence; a report goes on, and says that it measures no retrieval."""
+    core = json.loads((shelf.folder / "tokenizer.json").read_text())
+    for digit in "0123456789":
+        del core["model"]["vocab"][digit]
+    tokenizer = json.dumps(core).encode()
+    folder = edited(shelf, tmp_path, {"tokenizer.json": tokenizer})
+    flags = ["--task", "retrieval", "--eval-len", 512]
+    assert "no tokens for numbers" in refusal(argv(shelf, *flags, folder=folder), capsys)
+
+def test_report_without_room_for_numbers_goes_on(report):
+    """Its texts of 200 bytes have none through the windows 16/16/16."""
+    assert "retrieval" not in report.figures and "answers" not in report.figures
+
+def test_report_prints_how_two_answers_go_on(shelf, tmp_path, monkeypatch, shown):
+    """If 16 bits know them, here by decree: after the same text, by 16 bits, hadamard and the chosen scheme."""
+    retrieval = cli.retrieval
+
+    def know_all(*arguments):
+        answers = retrieval(*arguments)
+        answers["none"][0].fill_(1)
+        return answers
+
+    monkeypatch.setattr(cli, "retrieval", know_all)
+    flags = ["--eval-len", 512, "--eval-seqs", 1, "--json", tmp_path / "x"]
+    said = shown(argv(shelf, *flags)).out
+    found = json.loads((tmp_path / "x").read_text())
+    assert len(found["answers"]) == 2
+    for lines in found["answers"]:
+        assert lines.keys() == {"question", "none", "hadamard", "refined"}
+        assert f"{lines['none']!r}" in said and lines["question"] in said
+    assert said.index("KV cache") < said.index("retrieval") < said.index("KL") < said.index("module")
 
 def test_memory_of_the_report_is_that_after_decoding(report):
     """200 tokens, of which the last 6 came one by one."""

@@ -340,6 +340,34 @@ def test_a_haystack_hides_what_its_questions_ask():
         asked = text[question.place - question.question_tokens:question.place]
         assert torch.equal(asked, question.tokens[:question.question_tokens])
 
+@settings(max_examples=40, deadline=None)
+@given(
+    seed=st.integers(0, 99), count=st.integers(1, 8), length=st.integers(120, 300),
+    sink=st.integers(0, 20), keep=st.integers(0, 40), flush=st.integers(1, 40))
+def test_every_hidden_number_is_packed_when_it_is_asked_for(
+        seed, count, length, sink, keep, flush):
+    windows = Windows(sink, keep, flush)
+    words = evaluate.WORDS + evaluate.NAMES
+    text, questions = evaluate.haystack(
+        byte_tokens, tokens(length), seed, words, count, 2, windows, lead="")
+    cache = W.WindowCache(1, 1, 8, windows=windows)
+    x = torch.zeros(1, 1, len(text), 8)
+    cache.attend(x[:, :, None], x, x)
+    assert len(questions) == count
+    for question in questions:
+        answer = question.tokens[question.question_tokens:]
+        end = question.place + len(answer)
+        assert torch.equal(text[question.place:end], answer)
+        assert sink <= question.place and end <= sink + cache.n_packed[0]
+        assert bytes(question.tokens.tolist()).startswith(b"The special magic number for ")
+
+def test_a_word_occurs_where_its_tokens_stand_in_a_row():
+    text = torch.tensor([5, 1, 2, 3])
+    assert evaluate.occurs(torch.tensor([1, 2]), text)
+    assert evaluate.occurs(text, text)
+    assert not evaluate.occurs(torch.tensor([1, 3]), text)
+    assert not evaluate.occurs(torch.tensor([5, 1, 2, 3, 4]), text)
+
 def test_retrieval_equals_a_forward_of_text_and_question(pair):
     """Unquantized and with 16 bits; two bits give the numbers another probability."""
     _, model = pair

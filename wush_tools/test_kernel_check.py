@@ -194,7 +194,7 @@ def test_encode_kernel_with_feedback_packs_what_quantize_gives_where_sums_are_ex
 
 
 @needs_triton
-@law(seeds, sizes(2, 3, 4), sizes(1, 2, 3), sizes(1, 5))
+@law(seeds, sizes(2, 3, 4), sizes(1, 2, 3), sizes(1, 5), examples=6)
 def test_encode_kernel_with_sweeps_packs_what_quantize_gives_where_sums_are_exact(
         seed, bits, sweeps, s):
     """Bit for bit: errors are quarters of steps, up to 15, and H' is of whole numbers: sums are below 2^24 quarters."""
