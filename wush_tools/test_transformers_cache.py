@@ -203,7 +203,7 @@ def test_padded_rows_at_2_bits_get_the_tokens_they_get_alone_though_one_ends_ear
 @one_attention
 @pytest.mark.parametrize("refine", [PAPER, FEEDBACK_AND_STEP, REFINED])
 def test_perplexity_through_transformers_equals_perplexity_of_our_loop(refine, attention, tmp_path):
-    """300 tokens in calls of 16, to 1e-3 relative; and quantization moves it by more."""
+    """300 tokens in calls of 16, to 5e-4 relative; and quantization moves it by more."""
     hf, model = saved(tmp_path)
     hf.set_attn_implementation(attention)
     T = calibrated(hf, refine=refine)
@@ -211,8 +211,8 @@ def test_perplexity_through_transformers_equals_perplexity_of_our_loop(refine, a
     want = evaluate.perplexity(model, [ids[0]], {"T": W.scheme_of(T)}, WINDOWS)
     scores = through(hf, ids, WushCache(hf.config, T, windows=WINDOWS), 16)[0, :-1].log_softmax(-1)
     nll = -scores.gather(1, ids[0, 1:, None]).mean().item()
-    assert math.exp(nll) == pytest.approx(want["T"]["perplexity"][0], rel=1e-3)
-    assert abs(math.log(want["none"]["perplexity"][0]) - nll) > 1e-3
+    assert math.exp(nll) == pytest.approx(want["T"]["perplexity"][0], rel=5e-4)
+    assert abs(math.log(want["none"]["perplexity"][0]) - nll) > 5e-4
 
 
 @each_attention
@@ -314,6 +314,7 @@ def test_calibrating_transformers_model_gives_what_calibrating_ours_gives(transf
     assert got.refine == (PAPER if transform == "oscar" else REFINED)
     row = W.TRANSFORMS[transform]
     key_hess = W.shrunk(moments[row.key_moments[1]], moments["tokens"])
+    key_hess = W.in_score_units(key_hess, moments)
     value_hess = moments[row.value_moments[1]]
     if row.value_moments[1] != "outputs":
         value_hess = W.shrunk(value_hess, moments["tokens"])
@@ -1210,7 +1211,7 @@ def test_example_of_the_readme_runs_as_it_stands(capsys, monkeypatch):
     exec(example.removeprefix("python\n"), {})
     text, held = capsys.readouterr().out.rsplit(maxsplit=1)
     assert text.startswith("Tell me where is fancy bred,") and len(text) > 300
-    assert int(held) == 6 * 2 * 2 * (160 * 64 * 2 + 64 * (16 + 4))
+    assert int(held) == 4 * 2 * 2 * (160 * 64 * 2 + 64 * (16 + 4))
 
 
 # ---- What a step costs
