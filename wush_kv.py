@@ -176,7 +176,8 @@ def oscar(gram, hess, m=None):
 
     P deals the eigenvectors out to groups, and 𝓗 mixes the channels of each group. A group is the m channels that share
     a scale: here it is not a block of T, of which there is one, of all d channels. `hess` is averaged over the heads, so
-    all heads of a layer share this T: (..., g, 1, d, d). For the values, OSCAR's `hess` is a moment of the values themselves, weighted by how much attention may turn to them (`oscar_weight`).
+    all heads of a layer share this T: (..., g, 1, d, d). For the values, OSCAR's `hess` is a moment of the values
+    themselves, weighted by how much attention may turn to them (`oscar_weight`).
     """
     d = hess.shape[-1]
     m = block_width(d, m)
@@ -233,10 +234,10 @@ def inverse_transpose(T):
 # Quantizers
 #
 # A group is the channels of one token and one KV head that share a scale and an offset: m of them, by default the
-# whole head. A rule places 2^b evenly spaced levels for each group, as two numbers: code c stands for scale · c + offset. Both are rounded to
-# bfloat16 first, and the codes are then rounded against this stored pair, so that the reader of the cache has the
-# very same levels. QuEST's rule is the theory's (levels for Gaussian data), the percentile-clipped affine rule is
-# what OSCAR serves with.
+# whole head. A rule places 2^b evenly spaced levels for each group, as two numbers: code c stands for
+# scale · c + offset. Both are rounded to bfloat16 first, and the codes are then rounded against this stored pair, so
+# that the reader of the cache has the very same levels. QuEST's rule is the theory's (levels for Gaussian data), the
+# percentile-clipped affine rule is what OSCAR serves with.
 
 @functools.cache
 @torch.compiler.assume_constant_result       # a number of the graph, where `quantize` is compiled
@@ -489,7 +490,8 @@ def search(steps, bits, H, F, u=None):
 def quantize_refined(x, codec, H=None, F=None, centred=False, own=0.0):
     """As `quantize`, of x (b, g, s, d); with H' and F (g, n, m, m) the codes are searched, not just rounded.
 
-    `own` is the weight of `own_direction`, for keys. If `centred`, the levels are placed about each group's mean, and at last the offset takes up the mean error.
+    `own` is the weight of `own_direction`, for keys. If `centred`, the levels are placed about each group's mean, and at
+    last the offset takes up the mean error.
     """
     rule = QUANTIZERS[codec.quantizer].rule
     groups = x.float().unflatten(-1, (-1, codec.group or x.shape[-1]))
@@ -1402,7 +1404,6 @@ def new_cache(model, scheme=None, windows=Windows(), batch=1):
 
 def feed(model, cache, ids, pad=None):
     """Run ids (b, t), the rows' next tokens after `pad` columns of padding, through the cache: (b, t, D)."""
-
     # A row's first token comes after its last one; the padding before it gets smaller positions, which do not matter.
     skipped = pad or [0] * len(ids)
     first = [count - padding for count, padding in zip(cache[0].n_tokens, skipped)]
