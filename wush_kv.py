@@ -531,9 +531,10 @@ def quantize_refined(x, codec, H=None, F=None, centred=False, own=0.0):
 # Transforms serve every number of bits, and a file holds them. A scheme says all about what a cache stores.
 
 class Basis(NamedTuple):
-    """What the keys, or the values, are transformed by: (l, g, n, m, m) each, in float32."""
-    transform: Tensor                  # T
-    hessian: Tensor | None = None      # H', if codes are searched
+    """What the keys, or the values, are transformed by, in float32."""
+    transform: Tensor                  # T (l, g, n, m, m)
+    hessian: Tensor | None = None      # H', alike, if codes are searched
+    harm: Tensor | None = None         # (l,), what 2 bits do to the model's output in each layer alone, if measured
 
 class Transforms(NamedTuple):
     """What a calibration is for, and what a transforms file holds."""
@@ -544,7 +545,7 @@ class Transforms(NamedTuple):
 
 class Encoding(NamedTuple):
     """How the keys, or the values, are stored: of all layers, or of one."""
-    codec: Codec = Codec(bits=16)
+    codec: Codec | list[Codec] = Codec(bits=16)      # a list has one for each layer
     transform: Tensor | None = None    # T (l, g, n, m, m), or of a layer (g, n, m, m)
     hessian: Tensor | None = None      # H', alike
     feedback: Tensor | None = None     # F, alike
@@ -554,6 +555,8 @@ class Encoding(NamedTuple):
     def layer(self, l, device=None):
         """Return layer l's encoding, its tensors on `device`."""
         of_layer = {}
+        if isinstance(self.codec, list):
+            of_layer["codec"] = self.codec[l]
         for name in ("transform", "hessian", "feedback"):
             tensor = getattr(self, name)
             if tensor is not None:
@@ -620,6 +623,10 @@ def derive(moments, transform="wush", refine=REFINED, group=None):
     values = derive_basis(row, values_gram, values_hess, refine, group)
     return Transforms(keys, values, refine, group)
 
+def is_average(bits):
+    """Say whether bits are a fraction between 2 and 4, which layers can only have on average."""
+    return isinstance(bits, float) and 2 < bits < 4 and bits != 3
+
 def bits_of_sides(bits):
     """Return (key bits, value bits). Raises ValueError for widths that there are not."""
     key_bits, value_bits = bits if isinstance(bits, tuple) else (bits, bits)
@@ -628,22 +635,54 @@ def bits_of_sides(bits):
             raise ValueError(f"{width} bits are not supported, only {BITS}")
     return key_bits, value_bits
 
+def allot_bits(key_harm, value_harm, bits):
+    """Give the keys and the values of each layer 2, 3 or 4 bits, `bits` on average: (of the layers' keys, of the values).
+
+    The next bit always goes to where it takes most harm (l,) away: a bit more quarters the power of the noise, and what
+    the noise does to the output is taken to follow it.
+    """
+    harm = torch.stack([key_harm, value_harm]).double()
+    widths = torch.full_like(harm, 2)
+    for _ in range(math.floor((bits - 2) * harm.numel())):
+        gain = harm / 4 ** (widths - 2) + torch.finfo(harm.dtype).tiny       # a layer without harm comes last
+        gain[widths == 4] = 0
+        widths.view(-1)[gain.argmax()] += 1
+    key_bits, value_bits = widths.int().tolist()
+    return key_bits, value_bits
+
+def make_codec(bits, quantizer, clip, refine, group):
+    """Combine a number of bits, or a list of the layers', with a quantizer."""
+    if isinstance(bits, list):
+        return [make_codec(width, quantizer, clip, refine, group) for width in bits]
+    if refine.widen and QUANTIZERS[quantizer].can_widen:
+        clip *= WIDENED.get(bits, 1.0)
+    return Codec(bits, quantizer, clip, group)
+
 def make_encoding(basis, bits, quantizer, clip, refine, group, own=0.0):
     """Combine a basis with a number of bits and a quantizer. What is not rounded, at 16 bits, needs no transform."""
     if bits == 16:
         return Encoding(Codec(16))
-    if refine.widen and QUANTIZERS[quantizer].can_widen:
-        clip *= WIDENED.get(bits, 1.0)
-    codec = Codec(bits, quantizer, clip, group)
+    codec = make_codec(bits, quantizer, clip, refine, group)
     if basis.hessian is None:
         return Encoding(codec, basis.transform, centred=refine.offset)
     F = feedback_matrix(basis.hessian).float().contiguous()
     return Encoding(codec, basis.transform, basis.hessian, F, refine.offset, own)
 
 def scheme_of(transforms, bits=2, quantizer="quest"):
-    """Choose bits, for keys and values alike or (keys, values), and a quantizer, for a model's transforms."""
+    """Choose bits and a quantizer for a model's transforms.
+
+    `bits` are a number of BITS, or (of keys, of values); or a fraction between 2 and 4, an average for `allot_bits`.
+    """
     check_name(quantizer, QUANTIZERS)
-    key_bits, value_bits = bits_of_sides(bits)
+    if is_average(bits):
+        harms = [basis.harm for basis in (transforms.keys, transforms.values)]
+        if None in harms:
+            raise ValueError(
+                f"{bits} bits are an average over layers, and nothing says which layers need more: "
+                "measure_harm, of wush_tools/evaluate.py, measures it")
+        key_bits, value_bits = allot_bits(*harms, bits)
+    else:
+        key_bits, value_bits = bits_of_sides(bits)
     row = QUANTIZERS[quantizer]
     refine, group = transforms.refine, transforms.group
     keys = make_encoding(

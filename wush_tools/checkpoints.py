@@ -474,16 +474,21 @@ def fingerprint(folder):
 # ----------------------------------------------------------------------------------------------------------------
 # Transforms files
 #
-# The file holds what serving reads, {"k": T_K, "v": T_V}, and k_hessian and v_hessian, H', if there is feedback. Beside it
-# PATH.json says what it was made from and how: model, text, refinements, group.
+# The file holds what serving reads, {"k": T_K, "v": T_V}, k_hessian and v_hessian, H', if there is feedback, and
+# k_harm and v_harm, if they were measured. Beside it PATH.json says what it was made from and how: model, text,
+# refinements, group.
+
+FILE_NAMES = {"transform": "", "hessian": "_hessian", "harm": "_harm"}      # of Basis' fields, after k or v
 
 def save_transforms(path, transforms, about):
     """Write the transforms to `path` and, with all that `about` says, how they were made to PATH.json."""
-    tensors = {"k": transforms.keys.transform, "v": transforms.values.transform}
-    if transforms.keys.hessian is not None:
-        tensors["k_hessian"] = transforms.keys.hessian
-        tensors["v_hessian"] = transforms.values.hessian
-    tensors = {name: tensor.detach().cpu().clone() for name, tensor in tensors.items()}
+    tensors = {}
+    for field, ending in FILE_NAMES.items():
+        tensors["k" + ending] = getattr(transforms.keys, field)
+        tensors["v" + ending] = getattr(transforms.values, field)
+    tensors = {
+        name: tensor.detach().cpu().clone()
+        for name, tensor in tensors.items() if tensor is not None}
 
     about = {**about, "refine": transforms.refine._asdict(), "group": transforms.group}
     text = json.dumps(about, indent=2) + "\n"
@@ -501,11 +506,18 @@ def read_stored_transforms(path, device):
     """Read the tensors of a transforms file, by their names in the file."""
     with explained(f"{path} cannot be read as a transforms file"):
         stored = torch.load(path, weights_only=True, map_location=device)
-        tensors = {"k": stored["k"].to_dense(), "v": stored["v"].to_dense()}
-        if "k_hessian" in stored or "v_hessian" in stored:
-            tensors["k_hessian"] = stored["k_hessian"].to_dense()
-            tensors["v_hessian"] = stored["v_hessian"].to_dense()
+        tensors = {}
+        for ending in FILE_NAMES.values():
+            if not ending or "k" + ending in stored or "v" + ending in stored:
+                tensors["k" + ending] = stored["k" + ending].to_dense()
+                tensors["v" + ending] = stored["v" + ending].to_dense()
     return tensors
+
+def check_harm(path, name, harm, layers):
+    """Refuse what is no harm (l,) of all layers."""
+    is_number = harm.is_floating_point() and harm.isfinite().all()
+    if harm.shape != (layers,) or not is_number:
+        raise ValueError(f"{path}: {name} is not one finite number for each of {layers} layers")
 
 def check_transform(path, name, tensor, config=None):
     """Refuse a tensor of a transforms file that is none of (layers, KV heads, blocks, m, m), or not the model's."""
@@ -561,6 +573,9 @@ def load_transforms(path, config=None, device="cpu"):
     """Read a transforms file. Raises ValueError if it is broken, or made for another shape than the model's."""
     tensors = read_stored_transforms(path, device)
     for name, tensor in tensors.items():
+        if name.endswith("harm"):
+            check_harm(path, name, tensor, len(tensors["k"]))
+            continue
         check_transform(path, name, tensor, config)
         if tensor.shape != tensors["k"].shape:
             raise ValueError(
@@ -570,8 +585,8 @@ def load_transforms(path, config=None, device="cpu"):
     for name in ("k", "v"):
         if (torch.linalg.matrix_rank(tensors[name]) < tensors[name].shape[-1]).any():
             raise ValueError(f"{path}: {name} holds transforms that do not invert")
-    keys = Basis(tensors["k"], tensors.get("k_hessian"))
-    values = Basis(tensors["v"], tensors.get("v_hessian"))
+    keys = Basis(tensors["k"], tensors.get("k_hessian"), tensors.get("k_harm"))
+    values = Basis(tensors["v"], tensors.get("v_hessian"), tensors.get("v_harm"))
     return Transforms(keys, values, *how_made(path, keys))
 
 

@@ -13,6 +13,7 @@ import math
 import os
 import sys
 import time
+from contextlib import suppress
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -22,15 +23,16 @@ import torch
 from torch import Tensor
 
 from wush_kv import (
-    BITS, PAPER, QUANTIZERS, REFINED, TRANSFORMS, Model, Refine, Scheme, Windows, collect_moments,
-    decode, derive, feed, forward, logits, new_cache, sample, scheme_of, with_scheme)
+    BITS, PAPER, QUANTIZERS, REFINED, TRANSFORMS, Model, Refine, Scheme, Transforms, Windows,
+    collect_moments, decode, derive, feed, forward, is_average, logits, new_cache, sample,
+    scheme_of, with_scheme)
 from wush_tools.checkpoints import (
     check_memory, end_tokens, fetch, fingerprint, load_model, load_transforms, pick_device,
     prompt_tokens, read_about, read_config, read_tokenizer, read_tokens, save_transforms,
     stream_text, template_ends, write_whole)
 from wush_tools.evaluate import (
-    NAMES, STEPS, WORDS, cache_bytes, exact_attention, fact, haystack, mean_and_error, module_error,
-    occurs, packed_bytes, perplexity, retrieval, shown, step_seconds)
+    NAMES, STEPS, WORDS, cache_bytes, exact_attention, fact, haystack, mean_and_error, measure_harm,
+    module_error, occurs, packed_bytes, perplexity, retrieval, shown, step_seconds)
 
 BUNDLED = Path(__file__).resolve().parent.parent / "tiny-qwen3"
 
@@ -279,7 +281,7 @@ def report_model(job):
     o = job.options
     config = job.model.config
     name = Path(o.model).resolve().name if Path(o.model).is_dir() else o.model
-    key_bits, value_bits = o.bits
+    key_bits, value_bits = [f"{bits:.4g}" for bits in average_widths(job)]
     say(
         f"{name}: {config.num_hidden_layers} layers, {config.num_attention_heads} query heads, "
         f"{config.num_key_value_heads} KV heads of {config.head_dim}; "
@@ -377,14 +379,29 @@ def listed(choices):
     return ", ".join(map(str, choices))
 
 def parse_bits(text):
-    """Read "2", or "3,2" for keys and values."""
+    """Read "2", or "3,2" for keys and values, or a fraction like "2.25", the average of all layers."""
+    with suppress(ValueError):
+        if is_average(float(text)):
+            return float(text)
     widths = text.split(",")
     known = [str(bits) for bits in BITS]
     if len(widths) > 2 or not set(widths) <= set(known):
         raise argparse.ArgumentTypeError(
             f"bits {text} are not supported: give one of {listed(known)}, or two, as in 3,2, for "
-            "keys and values")
+            "keys and values, or an average over layers between 2 and 4, as 2.25")
     return int(widths[0]), int(widths[-1])
+
+def average_widths(job):
+    """Return the bits of keys and of values, on average over the layers: whole numbers, if all layers have the same."""
+    averages = []
+    for side in ("keys", "values"):
+        widths = [16]
+        if job.schemes:
+            layers = range(job.model.config.num_hidden_layers)
+            scheme = job.schemes[job.chosen]
+            widths = [getattr(scheme.layer(l), side).codec.bits for l in layers]
+        averages.append(widths[0] if len(set(widths)) == 1 else sum(widths) / len(widths))
+    return averages
 
 def parse_windows(text):
     """Read "16,128,16"; whether the numbers are sensible is `check_ranges`' to say."""
@@ -421,9 +438,9 @@ class Options:
     model: str = option(
         str(BUNDLED), "folder or hub id of a Qwen3 or Llama checkpoint (the bundled one)")
     task: str = option("report", "what to do", choices=TASKS)
-    bits: tuple[int, int] = option(
-        (2, 2), f"{listed(BITS)}; or of keys and values, as in 3,2; 16 is off (default: 2)",
-        parse_bits, reads=["cache"])
+    bits: tuple[int, int] | float = option(
+        (2, 2), f"{listed(BITS)}; or of keys and values, as in 3,2; or an average over layers, as "
+        "2.25, which need not be equal; 16 is off (default: 2)", parse_bits, reads=["bits"])
     group: int | None = option(
         None, "channels that share a scale and a transform block (a head)", int, low=4,
         reads=["transform"])
@@ -574,6 +591,10 @@ def check_choices(o):
     if o.bits == (16, 16) and (o.save or o.transforms):
         raise ValueError(
             "--bits 16 quantizes nothing: there is no use for --save or --transforms")
+    if is_average(o.bits) and not o.transforms and o.calib_len <= sum(o.windows):
+        raise ValueError(
+            f"--calib-len {o.calib_len} fits into the windows: it does not show which layers need "
+            f"more than --bits {o.bits}")
     if o.task == "ablation" and o.transforms:
         raise ValueError("--task ablation makes all transforms itself: it takes no --transforms")
 
@@ -618,6 +639,7 @@ def inputs_read(o, calibrates):
     """Name what the run reads, in the words of the options' `reads`."""
     task = TASKS[o.task]
     reads = {
+        "bits": task.uses_cache or is_average(o.bits),
         "cache": task.uses_cache,
         "transform": o.bits != (16, 16),
         "calib": calibrates,
@@ -854,6 +876,19 @@ def make_transforms(o, model, recipes, chosen, from_file, sequences):
             transforms[name] = derive(moments, recipe.transform, recipe.refine, o.group)
     return transforms
 
+def with_harm(o, model, transforms, chosen, sequences):
+    """Return the transforms with the harm of the chosen ones, so that a layer has the same bits in every row."""
+    if transforms[chosen].keys.harm is None:
+        transforms[chosen] = measure_harm(
+            model, sequences[0], transforms[chosen], o.quantizer, o.windows)
+    of_keys = transforms[chosen].keys.harm
+    of_values = transforms[chosen].values.harm
+    for name, (keys, values, *how) in transforms.items():
+        keys = keys._replace(harm=of_keys)
+        values = values._replace(harm=of_values)
+        transforms[name] = Transforms(keys, values, *how)
+    return transforms
+
 def prepare(o):
     """Check everything, the cheap before the slow, then load the model and read or derive the transforms."""
     check_files(o)
@@ -868,12 +903,17 @@ def prepare(o):
     about = {}
     if o.transforms:
         from_file = load_transforms(o.transforms, config, device)
+        if is_average(o.bits) and from_file.keys.harm is None:
+            raise ValueError(
+                f"--bits {o.bits} is an average over layers, and {o.transforms} does not say which "
+                "need more: it must be saved with such --bits")
         about = read_about(o.transforms)
         o = decided_by_file(o, from_file, about, config.head_dim)
 
     # What is to be made tells which texts are read.
     recipes, chosen = recipes_to_make(o)
     calibrates = any(row.needs_calibration for row in rows_to_derive(o, recipes, chosen))
+    calibrates = calibrates or (is_average(o.bits) and not o.transforms)
     note_unread(o, calibrates)
     tokenizer = read_tokenizer(folder, config)
     eos = end_tokens(folder)
@@ -892,6 +932,8 @@ def prepare(o):
     if sum(map(len, beginnings)) > 0:
         check_logits(o, model, torch.cat(beginnings))
     transforms = make_transforms(o, model, recipes, chosen, from_file, sequences)
+    if is_average(o.bits):
+        transforms = with_harm(o, model, transforms, chosen, sequences)
     if o.save:
         save_transforms(o.save, transforms[chosen], {
             "model": o.model,
@@ -963,8 +1005,10 @@ def main(argv=None):
 
     # The task's figures come in as it goes.
     o = job.options
-    key_bits, value_bits = o.bits
+    key_bits, value_bits = average_widths(job)
     same_bits = key_bits if key_bits == value_bits else None
+    if is_average(o.bits):
+        same_bits = o.bits
     figures = {"model": o.model, "bits": same_bits, "k_bits": key_bits, "v_bits": value_bits}
     try:
         TASKS[o.task].run(job, figures)

@@ -1,4 +1,4 @@
-"""Evaluation: module error, perplexity and divergence, retrieval, bytes held, seconds a step.
+"""Evaluation: module error, perplexity and divergence, harm by layer, retrieval, bytes held, seconds a step.
 
 A figure over several texts is a pair (value, standard error over the texts). "none" names the unquantized model.
 """
@@ -7,6 +7,7 @@ import math
 import random
 import statistics
 import time
+from collections import Counter
 from functools import partial
 from typing import NamedTuple
 
@@ -16,7 +17,7 @@ from tqdm import tqdm
 
 from wush_kv import (
     Encoding, PlainCache, Scheme, WindowCache, Windows, attention, causal_attention, feed,
-    forward, logits, new_cache, project_out, roundtrip, with_scheme)
+    forward, logits, new_cache, project_out, roundtrip, scheme_of, with_scheme)
 
 # ----------------------------------------------------------------------------------------------------------------
 # Figures
@@ -188,6 +189,49 @@ def perplexity(model, sequences, schemes, windows=Windows(), chunk=16):
     return summary(rows)
 
 # ----------------------------------------------------------------------------------------------------------------
+# Harm
+#
+# Layers differ in what 2 bits do to the model's output, by orders of magnitude, and keys do more harm than values.
+# `allot_bits` gives more bits to where it is most.
+
+HARM_TOKENS = 1024      # of the text that shows it
+
+def measure_harm(model, ids, transforms, quantizer="quest", windows=Windows()):
+    """Measure the divergence, in nats, if the keys or the values of one layer alone have 2 bits; all else is exact.
+
+    Returns the transforms with their `harm`. The model runs over ids (t,), of the calibration text, once for the keys
+    and once for the values of each layer. Raises ValueError for a text that the windows hold.
+    """
+    if len(ids) <= sum(windows):
+        raise ValueError(f"{len(ids)} tokens fit into the windows: nothing would be quantized")
+    ids = ids[:HARM_TOKENS].to(model.inv_freq.device)
+    exact = forward(model, ids[None], exact_attention)[0]
+    scheme = scheme_of(transforms, 2, quantizer)
+
+    def harm_of(layer, one_side):
+        def attend(l, q, k, v):
+            if l != layer:
+                return exact_attention(l, q, k, v)
+            return attend_through_windows(one_side, windows, 16, l, q, k, v)
+
+        hidden = {"none": exact, "rounded": forward(model, ids[None], attend)[0]}
+        _, kl, _ = divergence(model, hidden, ids)["rounded"]
+        return kl.item()
+
+    sides = {
+        "keys": scheme._replace(values=Encoding()),
+        "values": scheme._replace(keys=Encoding()),
+    }
+    layers = range(model.config.num_hidden_layers)
+    harm = {name: [] for name in sides}
+    for l in tqdm(layers, desc="harm", unit="layer", disable=None):
+        for name, one_side in sides.items():
+            harm[name].append(harm_of(l, one_side))
+    keys = transforms.keys._replace(harm=torch.tensor(harm["keys"]))
+    values = transforms.values._replace(harm=torch.tensor(harm["values"]))
+    return transforms._replace(keys=keys, values=values)
+
+# ----------------------------------------------------------------------------------------------------------------
 # Retrieval
 #
 # Numbers are hidden in a text, each by a sentence of one form that names it after a word, or after a name that is made
@@ -274,9 +318,16 @@ def retrieval(model, haystacks, schemes, windows=Windows()):
 # ----------------------------------------------------------------------------------------------------------------
 # Bytes
 
-def bytes_scheme(scheme):
-    """Return the scheme without its transforms, on which the bytes of the cache do not depend."""
-    return Scheme(Encoding(scheme.keys.codec), Encoding(scheme.values.codec))
+def kinds_of_layers(scheme, count):
+    """Count the layers that store alike: {scheme of one such layer: how many}.
+
+    The schemes are without their transforms, on which the bytes of a cache do not depend.
+    """
+    kinds = Counter()
+    for l in range(count):
+        layer = scheme.layer(l)
+        kinds[Scheme(Encoding(layer.keys.codec), Encoding(layer.values.codec))] += 1
+    return kinds
 
 def take_in(cache, x):
     """Add tokens to a layer's cache, x (b, g, t, d) for both keys and values, almost without attending."""
@@ -294,28 +345,34 @@ def cache_bytes(config, tokens, scheme=None, windows=Windows(), steps=0):
     """
     if not 0 <= steps < tokens:
         raise ValueError(f"{steps} steps leave no prompt of a cache of {tokens} tokens")
-    heads = config.num_key_value_heads
-    d = config.head_dim
+    shape = (1, config.num_key_value_heads, config.head_dim)
+    layers = config.num_hidden_layers
     if scheme is None:
-        cache = PlainCache(1, heads, d, torch.bfloat16)
+        caches = [(PlainCache(*shape, torch.bfloat16), layers)]
     else:
-        cache = WindowCache(1, heads, d, bytes_scheme(scheme), windows, torch.bfloat16)
+        caches = []
+        for kind, count in kinds_of_layers(scheme, layers).items():
+            caches.append((WindowCache(*shape, kind, windows, torch.bfloat16), count))
 
-    x = torch.zeros(1, heads, tokens - steps, d, dtype=torch.bfloat16)
-    take_in(cache, x)
-    for _ in range(steps):
-        take_in(cache, x[:, :, :1])
-    return cache.nbytes * config.num_hidden_layers / tokens
+    x = torch.zeros(1, shape[1], tokens - steps, shape[2], dtype=torch.bfloat16)
+    total = 0
+    for cache, count in caches:
+        take_in(cache, x)
+        for _ in range(steps):
+            take_in(cache, x[:, :, :1])
+        total += count * cache.nbytes
+    return total / tokens
 
 def packed_bytes(config, scheme):
     """Return the bytes of one packed token in all layers, scales and offsets included."""
-    cache = WindowCache(
-        1, config.num_key_value_heads, config.head_dim, bytes_scheme(scheme), dtype=torch.bfloat16)
+    shape = (1, config.num_key_value_heads, config.head_dim)
     row_bytes = 0
-    for store in (cache.keys, cache.values):
-        row_bytes += store.codes.shape[-1] * store.codes.itemsize
-        row_bytes += store.pairs.shape[-1] * store.pairs.itemsize
-    return row_bytes * config.num_key_value_heads * config.num_hidden_layers
+    for kind, count in kinds_of_layers(scheme, config.num_hidden_layers).items():
+        cache = WindowCache(*shape, kind, dtype=torch.bfloat16)
+        for store in (cache.keys, cache.values):
+            row_bytes += count * store.codes.shape[-1] * store.codes.itemsize
+            row_bytes += count * store.pairs.shape[-1] * store.pairs.itemsize
+    return row_bytes * config.num_key_value_heads
 
 # ----------------------------------------------------------------------------------------------------------------
 # Speed

@@ -132,8 +132,8 @@ def as_transforms(transforms):
         for name, side in {"k": "keys", "v": "values"}.items():
             if name not in transforms:
                 raise ValueError(f"the transforms lack those of the {side}")
-        keys = Basis(transforms["k"], transforms.get("k_hessian"))
-        values = Basis(transforms["v"], transforms.get("v_hessian"))
+        keys = Basis(transforms["k"], transforms.get("k_hessian"), transforms.get("k_harm"))
+        values = Basis(transforms["v"], transforms.get("v_hessian"), transforms.get("v_harm"))
         refine = PAPER if keys.hessian is None else REFINED
         check_transform(keys.transform)
         n, m = keys.transform.shape[2:4]
@@ -161,19 +161,19 @@ def float_basis(basis, refine, group):
 
     With H', codes are searched group by group: its blocks must be the groups.
     """
-    T, H = basis
+    T, H, harm = basis
     check_transform(T)
     if (H is not None) != refine.feedback:
         raise ValueError("the transforms hold H', or their `refine` says feedback, but not both")
     if H is None:
-        return Basis(T.float())
+        return Basis(T.float(), harm=harm)
 
     m = T.shape[-1]
     d = T.shape[2] * m
     if H.shape != T.shape or m != (group or d):
         raise ValueError(
             f"H' of shape {tuple(H.shape)} does not fit blocks of {m} and groups of {group}")
-    return Basis(T.float(), H.float())
+    return Basis(T.float(), H.float(), harm)
 
 
 # ----------------------------------------------------------------------------------------------------------------
@@ -402,7 +402,7 @@ def shard_transforms(transforms, rank, world_size):
 
     def shard(basis):
         H = None if basis.hessian is None else basis.hessian[:, own].contiguous()
-        return Basis(basis.transform[:, own].contiguous(), H)
+        return basis._replace(transform=basis.transform[:, own].contiguous(), hessian=H)
 
     return Transforms(shard(keys), shard(values), refine, group)
 
@@ -837,7 +837,8 @@ class WushCache(Cache):
     """A transformers Cache in few bits: WushCache(model.config, transforms, bits=2).
 
     `transforms` come from `calibrate` or `load_transforms`, or are {"k": T_K, "v": T_V} as serving reads them; `bits`
-    are 2, 3, 4, 8 or, for off, 16: one number or (of keys, of values). Raises ValueError for what it cannot serve.
+    are 2, 3, 4, 8 or, for off, 16: one number or (of keys, of values). A fraction between 2 and 4 is the layers' average,
+    for transforms with harm. Raises ValueError for what it cannot serve.
     """
 
     def __init__(self, config, transforms, bits=2, windows=Windows()):
