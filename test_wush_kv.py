@@ -1073,6 +1073,34 @@ def test_bits_that_there_are_not_are_refused(bits):
     with pytest.raises(ValueError, match="bits are not supported"):
         W.bits_of_sides(bits)
 
+@law(seeds, st.floats(2.0, 4.0))
+def test_no_allotment_of_as_many_bits_leaves_less_harm(seed, bits):
+    """Of all ways to give two layers' keys and values 2, 3 or 4 bits each."""
+    harm = normal(seed, 2, 2).exp() ** 3
+    allotted = torch.tensor(W.allot_bits(*harm, bits))
+    assert 4 * bits - 1 < allotted.sum() <= 4 * bits
+
+    everything = torch.cartesian_prod(*[torch.arange(2, 5)] * 4).view(-1, 2, 2)
+    alike = everything[everything.sum((1, 2)) == allotted.sum()]
+    left = (harm * 4.0 ** -alike).sum((1, 2))
+    assert (harm * 4.0 ** -allotted).sum() <= left.min() * (1 + 1e-12)
+
+def test_layers_have_the_bits_of_an_average_and_the_clips_that_go_with_them():
+    M, H = random_moments(0, 16, heads=2)
+    calibrated = as_collected(torch.stack([M, M]), torch.stack([H, H]))
+    derived = W.derive(calibrated)
+    with pytest.raises(ValueError, match="2.5 bits are an average.*measure_harm"):
+        W.scheme_of(derived, 2.5)
+
+    # One of the keys does nearly all harm: it gets as many as there are.
+    keys = derived.keys._replace(harm=torch.tensor([1e-3, 1.0]))
+    values = derived.values._replace(harm=torch.tensor([1e-4, 1e-5]))
+    scheme = W.scheme_of(derived._replace(keys=keys, values=values), 2.5)
+    first, second = [scheme.layer(l) for l in (0, 1)]
+    assert first.keys.codec == second.values.codec == Codec(2, "quest", 1.3)
+    assert second.keys.codec == Codec(4, "quest", 1.1)
+    assert first.values.codec.bits == 2
+
 def test_transform_that_cannot_be_refined_is_the_papers():
     M, H = random_moments(0, 16, heads=2)
     calibrated = as_collected(M[None], H[None])

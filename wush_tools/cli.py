@@ -453,7 +453,7 @@ class Options:
         "quest", "rule that places the levels", choices=QUANTIZERS, reads=["cache", "transform"])
     windows: Windows = option(
         Windows(), "tokens kept in model dtype, the first and at least the last, and tokens "
-        "quantized together (default: 16,128,16)", parse_windows, reads=["cache"])
+        "quantized together (default: 16,128,16)", parse_windows, reads=["bits"])
     calib: str | None = option(
         None, "calibration text, a file or fineweb-edu (the model folder's calib.txt)", str,
         reads=["calib"])

@@ -474,6 +474,10 @@ def made(shelf, tmp_path_factory):
         "oscar": W.derive(moments, "oscar", group=8),
         "ablation": W.derive(moments, refine=W.REFINED._replace(exponent=0.3, widen=False)),
     }
+    refined = transforms["refined"]
+    transforms["harm"] = refined._replace(
+        keys=refined.keys._replace(harm=torch.tensor([0.2, 0.1])),
+        values=refined.values._replace(harm=torch.tensor([0.3, 0.4])))
     fingerprint = checkpoints.fingerprint(shelf.folder)
     about = {"model": str(shelf.folder), "fingerprint": fingerprint, "transform": "wush"}
     files = {}
@@ -489,7 +493,7 @@ def equal(a, b):
             return False
     return (a.refine, a.group) == (b.refine, b.group)
 
-@pytest.mark.parametrize("name", ["refined", "paper", "group", "oscar", "ablation"])
+@pytest.mark.parametrize("name", ["refined", "paper", "group", "oscar", "ablation", "harm"])
 def test_transforms_file_holds_what_was_derived_and_how(name, made, capsys):
     loaded = W.load_transforms(made.files[name], made.model.config)
     assert equal(loaded, made.transforms[name])
@@ -552,6 +556,9 @@ SPOILT = [
     (lambda T: T | {"v": T["v"] * 0}, "invert"),
     (lambda T: T | {"v": T["v"][:1]}, "v 1 layers 2"),
     (lambda T: T | {"k_hessian": T["v_hessian"][:, :, [0, 0], :8, :8]}, "blocks"),
+    (lambda T: T | {"k_harm": torch.ones(2)}, "v_harm"),
+    (lambda T: T | {"k_harm": torch.ones(2), "v_harm": torch.ones(3)}, "v_harm 2 layers"),
+    (lambda T: T | {"k_harm": torch.ones(2) * math.nan, "v_harm": torch.ones(2)}, "k_harm finite"),
     (partial(everywhere, lambda t: t[:1]), "1 layers 2"),
     (partial(everywhere, lambda t: t[:, :1]), "1 KV heads 2"),
     (partial(everywhere, lambda t: t[..., :8, :8]), "8 head_dim 16"),

@@ -40,6 +40,10 @@ WRONG = [
     ("--bits 2,3,4", "bits 2,3,4"),
     ("--bits 2.0", "bits 2.0"),
     ("--bits=", "bits"),
+    ("--bits 4.5", "bits 4.5"),
+    ("--bits nan", "bits nan"),
+    ("--bits 2.5,2", "bits 2.5,2"),
+    ("--bits 2.5 --calib-len 40 --windows 16,16,16", "--calib-len 40 --bits 2.5"),
     ("--k-bits 0", "--k-bits 0"),
     ("--group 3", "--group 3"),
     ("--group 32", "--group 32"),
@@ -175,6 +179,28 @@ def test_bits_flags_set_their_side_and_2_is_the_default(flags, bits, shelf, tmp_
     for cache in caches:
         assert (cache.keys.bits, cache.values.bits) == bits
         assert (cache.keys.encoding.transform is None) == (key_bits == 16)     # off is off
+
+def test_average_bits_go_to_the_same_layers_from_a_file(report, shelf, tmp_path, caches, capsys):
+    """What calibrating measures, the file says; one without it is refused. All rows have the same widths."""
+    path = tmp_path / "T.pt"
+    cli.main(argv(shelf, "--task", "calibrate", "--bits", 2.25, "--save", path))
+    notes = capsys.readouterr().err
+    assert "--bits" not in notes
+    assert "--windows" not in notes
+    harms = [W.load_transforms(path).keys.harm, W.load_transforms(path).values.harm]
+    widths = W.allot_bits(*harms, 2.5)
+
+    flags = ["--task", "ppl", "--bits", 2.5]
+    for how in (["--transforms", path], ["--save", tmp_path / "other.pt"]):
+        caches.clear()
+        found = figures(shelf, tmp_path, *flags, *how)
+        assert found["bits"] == 2.5
+        assert [found["k_bits"], found["v_bits"]] == [sum(of_side) / 2 for of_side in widths]
+        text = figures(shelf, tmp_path, "--task", "generate", "--bits", 2.5, *how)["text"]
+        assert list(zip(*widths)) == [(cache.keys.bits, cache.values.bits) for cache in caches]
+        assert len(text["refined"]) > 0
+    lines = refusal(argv(shelf, *flags, "--transforms", report.file), capsys)
+    assert "--bits 2.5 is an average" in lines
 
 @pytest.mark.parametrize("flags, windows", [
     ("--windows 0,32,4", (0, 32, 4)),

@@ -210,6 +210,35 @@ def test_divergence_has_the_logits_of_32_tokens_at_a_time(pair):
     is_same = (log_p.argmax(-1) == log_q.argmax(-1)).double().mean()
     assert figures["T"].tolist() == pytest.approx([nll.item(), kl.item(), is_same.item()], rel=1e-5)
 
+# ---- harm
+
+def test_harm_is_the_divergence_of_one_layers_keys_or_values_alone(pair):
+    _, model = pair
+    ids = tokens(200)
+    derived = W.derive(W.collect_moments(model, [ids]))
+    keys, values, *_ = evaluate.measure_harm(model, ids, derived, windows=WINDOWS)
+
+    # The same by a scheme whose other parts are off.
+    whole = W.scheme_of(derived, 2)
+    off = Codec(16)
+    for l in range(2):
+        for side, harm in (("keys", keys.harm), ("values", values.harm)):
+            codecs = [off, off]
+            encoding = getattr(whole, side)
+            codecs[l] = encoding.codec
+            alone = W.Scheme()._replace(**{side: encoding._replace(codec=codecs)})
+            kl, _ = evaluate.perplexity(model, [ids], {"alone": alone}, WINDOWS)["alone"]["kl"]
+            assert harm[l].item() == pytest.approx(kl, rel=1e-4)
+    assert min(keys.harm.min(), values.harm.min()) > 0
+
+def test_harm_refuses_a_text_that_the_windows_hold(pair):
+    _, model = pair
+    ids = tokens(36)
+    derived = W.derive(W.collect_moments(model, [ids]))
+    with pytest.raises(ValueError, match="36 tokens fit into the windows"):
+        evaluate.measure_harm(model, ids, derived, windows=WINDOWS)
+
+
 # ---- bytes
 
 @pytest.mark.parametrize("key_bits, value_bits", [(4, 2), (3, 8), (16, 2), (2, 16)])
@@ -222,6 +251,15 @@ def test_cache_bytes_are_a_formula_per_side(key_bits, value_bits, pair):
     assert evaluate.packed_bytes(config, scheme) == 2 * 2 * per_head
     held = evaluate.cache_bytes(config, 2 ** 15, scheme, Windows(sink=0, keep=0, flush=1))
     assert held == pytest.approx(2 * 2 * per_head, rel=0.001)
+
+def test_cache_bytes_of_layers_with_other_widths_add_up(pair):
+    config = pair[1].config
+    layered = W.Scheme(Encoding([Codec(2), Codec(4)]), Encoding([Codec(3), Codec(3)]))
+    one_by_one = [without_transforms(2, 3), without_transforms(4, 3)]
+    packed = [evaluate.packed_bytes(config, scheme) for scheme in one_by_one]
+    assert evaluate.packed_bytes(config, layered) == sum(packed) / 2
+    held = [evaluate.cache_bytes(config, 300, scheme, WINDOWS) for scheme in one_by_one]
+    assert evaluate.cache_bytes(config, 300, layered, WINDOWS) == sum(held) / 2
 
 @pytest.mark.parametrize("steps", [0, 1, 40])
 @pytest.mark.parametrize("is_quantized", [True, False])
