@@ -549,12 +549,30 @@ def identical(a, b):
     return a == b
 
 
-@pytest.mark.parametrize("bits", [2, (16, 3), [3, 2]])
+def with_harm(transforms):
+    """Add harm, most of it done by the second layer's keys."""
+    keys = transforms.keys._replace(harm=torch.tensor([0.1, 1.0]))
+    values = transforms.values._replace(harm=torch.tensor([0.01, 0.01]))
+    return transforms._replace(keys=keys, values=values)
+
+
+def test_layers_have_the_bits_that_their_average_allots():
+    hf = their_model()[0]
+    T = with_harm(calibrated(hf))
+    cache = WushCache(hf.config, shard_transforms(T, 1, 2), bits=2.5)
+    for l, bits in enumerate([(2, 2), (4, 2)]):
+        scheme = cache.layers[l].scheme.layer(l)
+        assert (scheme.keys.codec.bits, scheme.values.codec.bits) == bits
+    with pytest.raises(ValueError, match="average"):
+        WushCache(hf.config, calibrated(hf), bits=2.5)
+
+
+@pytest.mark.parametrize("bits", [2, (16, 3), [3, 2], 2.5])
 def test_cache_read_back_from_disk_goes_on_bit_for_bit(bits, tmp_path):
     """And a deep copy, which examples make of a prompt's cache, and a pickled one; batches of unequal rows too."""
     hf = their_model()[0]
     ids, mask = padded(60, 47)
-    cache = WushCache(hf.config, calibrated(hf), bits, WINDOWS)
+    cache = WushCache(hf.config, with_harm(calibrated(hf)), bits, WINDOWS)
     through(hf, ids[:, :50], cache, attention_mask=mask[:, :50])
     cache.save(tmp_path / "cache.pt")
     back = WushCache.load(tmp_path / "cache.pt", hf.config)
