@@ -827,6 +827,24 @@ def test_refined_quantizing_stands_every_kind_of_row(seed, codec, d):
     constant = read[0, 0, 8:12]
     assert ((constant + 3).abs() <= 3 * 2.0 ** -8).all()
 
+@law(seeds, sizes(2, 3, 4), quantizers, sizes(1.0, -3e3, 1e4, 1e30), sizes(0, 1e-7))
+def test_search_finds_codes_of_constants_that_bfloat16_rounds(seed, bits, quantizer, c, spread):
+    """The smallest step goes into such an offset's rounding error more often than float32 can count."""
+    x = (c * (1 + spread * normal(seed, 1, 2, 5, 64))).float()
+    H, F = random_errors(seed + 1, 2, 1, 64)
+    search = W.search
+    found = []
+
+    def search_and_note(*inputs):
+        found.append(search(*inputs))
+        return found[0]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(W, "search", search_and_note)
+        read = W.dequantize(*W.quantize_refined(x, Codec(bits, quantizer), H[0], F[0], True, 0.5))
+    assert ((found[0] >= 0) & (found[0] <= 2 ** bits - 1)).all()
+    assert ((read - x).abs() <= abs(c) * 2.0 ** -8).all()
+
 def cost_of(codes, steps, H, u=None):
     """Return eᵀ H' e + (uᵀ e)² of each column of e = codes − steps (..., m, s), in float64: (..., s)."""
     error = codes.double() - steps.double()

@@ -326,9 +326,13 @@ def stored_pair(scale, offset):
     """Round a scale and an offset to bfloat16. A scale of zero becomes the smallest normal number instead."""
     return scale.bfloat16().clamp(min=torch.finfo(torch.bfloat16).tiny), offset.bfloat16()
 
+FAR = 2.0 ** 36      # far from every level; products and sums of squares of such numbers do not overflow
+
 def in_steps(groups, scale, offset):
     """Measure groups (..., m) in steps from the lowest level: whole numbers are the levels themselves."""
-    return (groups - offset.float()[..., None]) / scale.float()[..., None]
+    # A constant that bfloat16 rounds lies more of the smallest steps from its offset than float32 can count.
+    steps = (groups - offset.float()[..., None]) / scale.float()[..., None]
+    return steps.clamp(-FAR, FAR)
 
 def nearest_code(steps, bits):
     """Round to the nearest of the levels 0 .. 2^b − 1, still in floating point."""
@@ -449,7 +453,8 @@ def own_direction(y, H, weight):
     error costs δᵀ H δ + (kᵀ H δ)²: noise costs what it did, but what shrinks the key costs them all score. Hence
     u = H' y, by this argument with weight 1. Queries are not quite normal: a `weight` of ½ was measured to be better.
     """
-    return torch.einsum("gnij,bgsnj->bgsni", H, y) * math.sqrt(weight)
+    u = torch.einsum("gnij,bgsnj->bgsni", H, y) * math.sqrt(weight)
+    return u.clamp(-FAR, FAR)
 
 def sweep(codes, steps, bits, H, u=None):
     """Move each code in turn to where it costs least beside all others. All are (..., m, s), H' is (..., m, m).
