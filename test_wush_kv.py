@@ -1897,3 +1897,52 @@ def test_our_loop_runs_without_transformers_cache_classes(pair, tmp_path):
         [sys.executable, "-c", textwrap.dedent(code)],
         cwd=HERE, capture_output=True, text=True, check=True).stdout
     assert printed.split("\n")[:2] == ["5 [32]", "no cache"]
+WRONG_OPTIONS = [
+    ({"transform": ["wush"]}, "is not one of"),
+    ({"quantizer": "median"}, "is not one of"),
+    ({"bits": "2"}, "bits are"),
+    ({"refine": "off"}, "Refine"),
+    ({"refine": None}, "Refine"),
+    ({"group": "16"}, "'16' do not divide 16"),
+    ({"group": 8.0}, "8.0 do not divide 16"),
+    ({"windows": (16, 128)}, "windows need"),
+    ({"windows": 16}, "windows need"),
+    ({"windows": W.Windows(keep=2 ** 40)}, "windows need"),
+]
+
+@pytest.mark.parametrize("options, words", WRONG_OPTIONS)
+def test_whole_method_refuses_options_before_it_calibrates(options, words, pair, monkeypatch):
+    monkeypatch.setattr(W, "collect_moments", None)
+    with pytest.raises(ValueError, match=words):
+        W.quantize_kv_cache(pair[1], [tokens(9)], **options)
+
+def test_whole_method_takes_plain_tuples_as_windows(pair):
+    _, empty_cache = W.quantize_kv_cache(pair[1], [], "hadamard", windows=(4, 24, 8))
+    assert empty_cache()[0].windows == WINDOWS
+    assert empty_cache()[0].keys.windows.flush == 8
+
+def test_transformers_model_in_the_place_of_ours_is_refused(pair):
+    hf, model = pair
+    for refused in (
+            lambda: W.quantize_kv_cache(hf, [tokens(9)]),
+            lambda: W.collect_moments(hf, [tokens(9)]),
+            lambda: W.new_cache(hf),
+            lambda: list(W.decode(hf, W.new_cache(model), [[1]], 2))):
+        with pytest.raises(ValueError, match="Qwen3ForCausalLM .* WushCache"):
+            refused()
+
+def test_method_runs_where_the_compiler_has_no_folder(tmp_path):
+    """Its folder would lie below a file. Importing and quantizing need no compiler, and reading does without."""
+    (tmp_path / "file").touch()
+    code = """
+        import torch, wush_kv as W
+        x = torch.randn(1, 1, 2100, 64)
+        codes = W.kernels.pack(W.quantize(x, W.Codec(2))[0], 2)
+        pairs = torch.ones(1, 1, 2100, 1, dtype=torch.int32)
+        print(W.kernels.packed_scores(x[:, :, None, 0], codes, pairs, 2, 2100).shape[-1])"""
+    printed = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", textwrap.dedent(code)], cwd=HERE, text=True,
+        env=os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "file" / "folder")},
+        stdout=subprocess.PIPE, check=True).stdout
+    assert printed == "2100\n"
+

@@ -240,7 +240,6 @@ def inverse_transpose(T):
 # percentile-clipped affine rule is what OSCAR serves with.
 
 @functools.cache
-@torch.compiler.assume_constant_result       # a number of the graph, where `quantize` is compiled
 def gaussian_clip(bits):
     """Find QuEST's α_b: 2^b even levels on ±α_b have the least squared error on N(0, 1) (arXiv 2502.05003).
 
@@ -267,6 +266,10 @@ def gaussian_clip(bits):
         else:
             high = alpha
     return alpha
+
+# Where `quantize` is compiled, this is a number of the graph: torch.compiler.assume_constant_result marks it like this, but
+# imports the compiler first, which takes seconds and fails without a cache folder.
+gaussian_clip.__wrapped__._dynamo_marked_constant = True
 
 def mean_over_channels(x):
     """Return the mean of the last axis, summed in float64: it rounds alike in any order, so also in the kernel."""
