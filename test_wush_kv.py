@@ -1807,6 +1807,81 @@ def test_sampling_obeys_its_knobs():
         return W.sample(scores, **knobs, generator=torch.Generator().manual_seed(seed))
 
     def drawn_ranks(**knobs):
+def test_cache_of_the_model_before_the_fold_is_refused_after_it_and_the_reverse(pair):
+    model = pair[1]
+    folded, empty_cache = W.quantize_kv_cache(model, [tokens(90)])
+    runs = [(model, empty_cache()), (folded, W.new_cache(model)), (model, W.new_cache(folded))]
+    for wrong, cache in runs:
+        with pytest.raises(ValueError, match="another model's"):
+            list(W.decode(wrong, cache, [[1, 2]], 3))
+        assert cache[0].n_tokens == [0]
+    assert len(list(W.decode(folded, W.new_cache(folded), [[1, 2]], 3))) == 3
+
+WRONG_TOKENS = {
+    "text": "What?",
+    "texts": ["What?"],
+    "nothing": None,
+    "words": [["what", "else"]],
+    "one tensor": torch.arange(9),
+    "one list": [1, 2, 3],
+    "cubes": torch.zeros(1, 2, 3, dtype=torch.long),
+    "empty tensor": [torch.tensor([])],
+    "empty list": [[1], []],
+    "fractions": [torch.ones(3)],
+    "negative": [[1, -1]],
+    "beyond the vocabulary": [[1, 256]],
+    "beyond the positions": [[1], [1] * 1025],
+}
+
+@pytest.mark.parametrize("wrong", WRONG_TOKENS.values(), ids=WRONG_TOKENS)
+def test_tokens_are_sequences_of_the_models_ids_or_refused(wrong, pair):
+    """Both to calibrate on and to continue, before the model runs; its vocabulary is 256, its positions are 1024."""
+    model = pair[1]
+    cache = W.new_cache(model)
+    for refused in (
+            lambda: W.quantize_kv_cache(model, wrong),
+            lambda: W.collect_moments(model, wrong),
+            lambda: list(W.decode(model, cache, wrong, 3))):
+        with pytest.raises(ValueError, match="not text|1 to 1024 token ids .* from 0 to 255"):
+            refused()
+    assert cache[0].n_tokens == [0]
+
+@pytest.mark.parametrize("kind", [
+    torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.byte, torch.Tensor.unbind])
+def test_tokens_may_be_lists_or_the_rows_of_an_array(kind, pair):
+    model = pair[1]
+    rows = tokens(2, 40)
+
+    def continued(prompts):
+        return list(W.decode(model, W.new_cache(model, batch=2), prompts, 3))
+
+    moments = W.collect_moments(model, kind(rows))
+    assert torch.equal(moments["keys"], W.collect_moments(model, rows)["keys"])
+    assert continued(kind(rows)) == continued(rows)
+
+@pytest.mark.parametrize("kind", [
+    int, torch.tensor, np.int64, lambda x: [x], lambda x: {x}, lambda x: frozenset([x]),
+    lambda x: torch.tensor([x, 1]), lambda x: [torch.tensor(x)]])
+def test_end_tokens_are_one_or_a_list_or_a_set_or_a_tensor(kind, pair):
+    def continued(eos):
+        return list(W.decode(pair[1], W.new_cache(pair[1]), tokens(1, 30), 4, eos))
+
+    first, second, *others = continued(())
+    assert first != second and len(continued([])) == 2 + len(others) == 4
+    assert continued(kind(second[0])) == [first, second]
+
+@pytest.mark.parametrize("knobs", [
+    {"temperature": -1}, {"temperature": math.nan}, {"temperature": 1, "top_p": 2},
+    {"temperature": 1, "top_p": -1}, {"temperature": 1, "top_k": -1}, {"top_k": -5}])
+def test_sampling_refuses_knobs_out_of_range(knobs):
+    with pytest.raises(ValueError, match="temperature >= 0, 0 <= top_p <= 1 and top_k >= 0"):
+        W.sample(torch.zeros(1, 9), **knobs)
+
+@pytest.mark.parametrize("prompts, count", [([], 3), ([[1]], -1)])
+def test_decoding_needs_a_prompt_and_no_negative_number_of_tokens(prompts, count, pair):
+    with pytest.raises(ValueError, match="a prompt, and max_new_tokens >= 0"):
+        list(W.decode(pair[1], W.new_cache(pair[1]), prompts, count))
+
         draws = torch.stack([draw(i, **knobs) for i in range(60)], 1)
         return ranks.gather(1, draws).mT
 
@@ -1854,49 +1929,6 @@ def test_whole_method_is_calibrating_deriving_folding_and_caching(pair):
     with pytest.raises(ValueError, match="needs tokens"):
         W.quantize_kv_cache(model, [])
 
-def test_qwen3_8b_shapes_are_calibrated_folded_quantized_and_decoded(tmp_path):
-    """The real widths, one layer, random weights: 2 bits move the logits, the transforms alone do not."""
-    hf = tiny(hidden_size=4096, num_attention_heads=32, num_key_value_heads=8, head_dim=128,
-              num_hidden_layers=1, intermediate_size=512, initializer_range=0.02)
-    hf.config.save_pretrained(tmp_path)
-    config = checkpoints.read_config(tmp_path)
-    model = W.Model(config, dict(hf.state_dict()), *checkpoints.rope_frequencies(config))
-    moments = W.collect_moments(model, [tokens(96)])
-    two_bits = W.make_scheme(moments, refine=W.PAPER)
-    assert two_bits.keys.transform.shape == (1, 8, 1, 128, 128)
-
-    off = W.Scheme(*[encoding._replace(codec=OFF) for encoding in two_bits])
-    ids = tokens(1, 64, seed=9)
-    logits = {}
-    for name, chosen in [("off", off), ("two", two_bits)]:
-        folded, empty_cache = W.with_scheme(model, chosen, W.Windows(4, 8, 4))
-        cache = empty_cache()
-        logits[name] = fed(folded, cache, ids, [60, 1, 1, 1, 1])
-    assert cache[0].n_packed == [52]
-    assert cache[0].keys.codes.shape[-1] == 32
-    assert distance(logits["off"], reference(hf, ids)) < 1e-3
-    assert distance(logits["two"], logits["off"]) > 1e-3
-
-def test_our_loop_runs_without_transformers_cache_classes(pair, tmp_path):
-    pair[0].save_pretrained(tmp_path)
-    code = f"""
-        import sys; sys.modules["transformers.cache_utils"] = None
-        from pathlib import Path
-        import torch, wush_kv as W
-        from wush_tools import checkpoints
-        folder = Path({str(tmp_path)!r})
-        config = checkpoints.read_config(folder)
-        model = checkpoints.load_model(folder, config, torch.float32, "cpu")
-        windows = W.Windows(4, 24, 8)
-        folded, empty_cache = W.quantize_kv_cache(model, [torch.arange(90)], windows=windows)
-        cache = empty_cache()
-        print(len(list(W.decode(folded, cache, [list(range(60))], 5))), cache[0].n_packed)
-        try: W.WushCache
-        except ImportError: print("no cache")"""
-    printed = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(code)],
-        cwd=HERE, capture_output=True, text=True, check=True).stdout
-    assert printed.split("\n")[:2] == ["5 [32]", "no cache"]
 WRONG_OPTIONS = [
     ({"transform": ["wush"]}, "is not one of"),
     ({"quantizer": "median"}, "is not one of"),
@@ -1946,3 +1978,46 @@ def test_method_runs_where_the_compiler_has_no_folder(tmp_path):
         stdout=subprocess.PIPE, check=True).stdout
     assert printed == "2100\n"
 
+def test_qwen3_8b_shapes_are_calibrated_folded_quantized_and_decoded(tmp_path):
+    """The real widths, one layer, random weights: 2 bits move the logits, the transforms alone do not."""
+    hf = tiny(hidden_size=4096, num_attention_heads=32, num_key_value_heads=8, head_dim=128,
+              num_hidden_layers=1, intermediate_size=512, initializer_range=0.02)
+    hf.config.save_pretrained(tmp_path)
+    config = checkpoints.read_config(tmp_path)
+    model = W.Model(config, dict(hf.state_dict()), *checkpoints.rope_frequencies(config))
+    moments = W.collect_moments(model, [tokens(96)])
+    two_bits = W.make_scheme(moments, refine=W.PAPER)
+    assert two_bits.keys.transform.shape == (1, 8, 1, 128, 128)
+
+    off = W.Scheme(*[encoding._replace(codec=OFF) for encoding in two_bits])
+    ids = tokens(1, 64, seed=9)
+    logits = {}
+    for name, chosen in [("off", off), ("two", two_bits)]:
+        folded, empty_cache = W.with_scheme(model, chosen, W.Windows(4, 8, 4))
+        cache = empty_cache()
+        logits[name] = fed(folded, cache, ids, [60, 1, 1, 1, 1])
+    assert cache[0].n_packed == [52]
+    assert cache[0].keys.codes.shape[-1] == 32
+    assert distance(logits["off"], reference(hf, ids)) < 1e-3
+    assert distance(logits["two"], logits["off"]) > 1e-3
+
+def test_our_loop_runs_without_transformers_cache_classes(pair, tmp_path):
+    pair[0].save_pretrained(tmp_path)
+    code = f"""
+        import sys; sys.modules["transformers.cache_utils"] = None
+        from pathlib import Path
+        import torch, wush_kv as W
+        from wush_tools import checkpoints
+        folder = Path({str(tmp_path)!r})
+        config = checkpoints.read_config(folder)
+        model = checkpoints.load_model(folder, config, torch.float32, "cpu")
+        windows = W.Windows(4, 24, 8)
+        folded, empty_cache = W.quantize_kv_cache(model, [torch.arange(90)], windows=windows)
+        cache = empty_cache()
+        print(len(list(W.decode(folded, cache, [list(range(60))], 5))), cache[0].n_packed)
+        try: W.WushCache
+        except ImportError: print("no cache")"""
+    printed = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)],
+        cwd=HERE, capture_output=True, text=True, check=True).stdout
+    assert printed.split("\n")[:2] == ["5 [32]", "no cache"]

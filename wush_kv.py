@@ -904,14 +904,13 @@ def device_lengths(lengths, device):
 class WindowCache:
     """The cache of one layer: a store of keys, a store of values, and how many tokens each batch row has.
 
-    Give it the `folded()` scheme of one layer: values come out of the folded weights transformed already.
+    Give it the `folded()` scheme of one layer: values come out of the folded weights transformed already. `folded` is
+    that of the model that it serves, if this is known.
     """
 
     def __init__(self, batch, heads, d, scheme=Scheme(), windows=Windows(),
-                 dtype=torch.float32, device="cpu"):
-        if windows.sink < 0 or windows.keep < 0 or windows.flush < 1:
-            raise ValueError(
-                f"windows need sink >= 0, keep >= 0 and flush >= 1, not {tuple(windows)}")
+                 dtype=torch.float32, device="cpu", folded=None):
+        windows = as_windows(windows)
         if scheme.values.transform is not None:
             raise ValueError(
                 "a window cache takes values that are transformed already: fold T_V into the model")
@@ -931,6 +930,7 @@ class WindowCache:
         sink = min(self.n_tokens[row], self.windows.sink)
         packed = self.n_packed[row]
         return Counts(sink, packed, self.n_tokens[row] - sink - packed)
+        self.folded = folded
 
     def equal_rows(self, *others):
         """Return all batch rows as one slice if their counts and `others` are equal, or else each row as its own."""
@@ -1060,7 +1060,8 @@ class WindowCache:
 class PlainCache:
     """The unquantized cache of one layer: all keys and values in model dtype, padding included."""
 
-    def __init__(self, batch, heads, d, dtype=torch.float32, device="cpu"):
+    def __init__(self, batch, heads, d, dtype=torch.float32, device="cpu", folded=None):
+        self.folded = folded
         self.n_tokens = [0] * batch                              # per row, without padding
         self.valid = torch.ones(batch, 0, dtype=torch.bool, device=device)
         self.k = torch.zeros(batch, heads, 0, d, dtype=dtype, device=device)
@@ -1404,10 +1405,11 @@ def new_cache(model, scheme=None, windows=Windows(), batch=1):
     for l in range(config.num_hidden_layers):
         shape = (batch, config.num_key_value_heads, config.head_dim)
         if scheme is None:
-            caches.append(PlainCache(*shape, like.dtype, like.device))
+            caches.append(PlainCache(*shape, like.dtype, like.device, model.folded))
         else:
             layer_scheme = scheme.folded().layer(l, like.device)
-            caches.append(WindowCache(*shape, layer_scheme, windows, like.dtype, like.device))
+            caches.append(WindowCache(
+                *shape, layer_scheme, windows, like.dtype, like.device, model.folded))
     return caches
 
 def feed(model, cache, ids, pad=None):
@@ -1449,6 +1451,9 @@ def decode(model, cache, prompts, max_new_tokens, eos=(), pick=sample, pad_id=0)
     pad = [longest - len(prompt) for prompt in prompts]
     rows = [[pad_id] * padding + list(prompt) for padding, prompt in zip(pad, prompts)]
     ids = torch.tensor(rows, device=model.inv_freq.device)
+    if cache[0].folded not in (None, model.folded):
+        raise ValueError("this cache is another model's: T_V is folded into one of the two only")
+
     eos = set(eos)
     done = [False] * len(prompts)
 
