@@ -1086,10 +1086,18 @@ def test_scheme_has_the_bits_and_clips_of_each_side_and_no_transform_at_16():
     assert both.folded().values.transform is None
 
 @pytest.mark.parametrize("bits", [
-    0, 1, 5, 2.0, True, "2", None, (2, 0), (2.0, 2), (16, 17)])
+    0, 1, 5, 2.0, True, "2", None, (2, 0), (2.0, 2), (16, 17), (2,), (2, 2, 2), [], {2},
+    torch.tensor([3, 2]), torch.tensor(2.0), np.float64(2)])
 def test_bits_that_there_are_not_are_refused(bits):
-    with pytest.raises(ValueError, match="bits are not supported"):
+    with pytest.raises(ValueError, match="bits are one of 2, 3, 4, 8, 16, or two"):
         W.bits_of_sides(bits)
+
+@pytest.mark.parametrize("bits", [
+    (3, 2), [3, 2], (np.int64(3), np.uint8(2)), (torch.tensor(3), 2), np.int64(3), torch.tensor(3)])
+def test_bits_may_be_numpys_or_torchs_and_two_of_them_a_list(bits):
+    sides = W.bits_of_sides(bits)
+    assert sides == ((3, 2) if isinstance(bits, (tuple, list)) else (3, 3))
+    assert [type(width) for width in sides] == [int, int]
 
 def test_transform_that_cannot_be_refined_is_the_papers():
     M, H = random_moments(0, 16, heads=2)
@@ -1353,6 +1361,7 @@ def meta_model(layers, hidden, heads, mlp):
     for name, value in {
         "num_hidden_layers": layers, "hidden_size": hidden, "num_attention_heads": heads,
         "num_key_value_heads": 8, "head_dim": 128, "intermediate_size": mlp,
+        "max_position_embeddings": 40960,
     }.items():
         setattr(config, name, value)
     shapes = checkpoints.weight_shapes(config)
@@ -1375,7 +1384,7 @@ def test_calibration_needs_3_gib_beside_the_weights(
 
     monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", fused)
     model = meta_model(2, hidden, heads, mlp)
-    ids = torch.zeros(length, dtype=torch.long, device="meta")
+    ids = torch.zeros(length, dtype=torch.long)
     with PeakBytes([ids, model.inv_freq, *model.weights.values()]) as memory:
         moments = W.collect_moments(model, [ids], attention_aware)
 
@@ -1651,7 +1660,7 @@ def test_store_refuses_what_cannot_be_packed(codec):
         W.WindowCache(1, 2, 64, W.Scheme(W.Encoding(codec), W.Encoding()))
 
 @pytest.mark.parametrize("windows", [
-    W.Windows(-1), W.Windows(keep=-1), W.Windows(flush=0)])
+    W.Windows(-1), W.Windows(keep=-1), W.Windows(flush=0), W.Windows(sink=2 ** 40), (16, 128), 16])
 def test_windows_that_cannot_be_are_refused(windows):
     with pytest.raises(ValueError, match="windows need"):
         W.WindowCache(1, 2, 64, windows=windows)
@@ -1798,15 +1807,6 @@ def test_row_that_ends_first_leaves_the_others_as_alone(pair):
     assert batch[1:] == alone[1:]
     assert run(prompts, bits=16)[1:] != alone[1:]
 
-def test_sampling_obeys_its_knobs():
-    """Temperature 0, top_p 0 and top_k 1 are argmax; top_k beyond the vocabulary is all."""
-    scores = normal(0, 64, 50) * 2
-    ranks = scores.argsort(descending=True).argsort()
-
-    def draw(seed=0, **knobs):
-        return W.sample(scores, **knobs, generator=torch.Generator().manual_seed(seed))
-
-    def drawn_ranks(**knobs):
 def test_cache_of_the_model_before_the_fold_is_refused_after_it_and_the_reverse(pair):
     model = pair[1]
     folded, empty_cache = W.quantize_kv_cache(model, [tokens(90)])
@@ -1882,6 +1882,15 @@ def test_decoding_needs_a_prompt_and_no_negative_number_of_tokens(prompts, count
     with pytest.raises(ValueError, match="a prompt, and max_new_tokens >= 0"):
         list(W.decode(pair[1], W.new_cache(pair[1]), prompts, count))
 
+def test_sampling_obeys_its_knobs():
+    """Temperature 0, top_p 0 and top_k 1 are argmax; top_k beyond the vocabulary is all."""
+    scores = normal(0, 64, 50) * 2
+    ranks = scores.argsort(descending=True).argsort()
+
+    def draw(seed=0, **knobs):
+        return W.sample(scores, **knobs, generator=torch.Generator().manual_seed(seed))
+
+    def drawn_ranks(**knobs):
         draws = torch.stack([draw(i, **knobs) for i in range(60)], 1)
         return ranks.gather(1, draws).mT
 

@@ -91,8 +91,8 @@ def hadamard(order):
 def block_width(d, m):
     """Return m, or d if m is None. Raises ValueError for blocks of m channels that do not divide d."""
     m = d if m is None else m
-    if m < 1 or d % m:
-        raise ValueError(f"blocks of {m} channels do not divide {d}")
+    if not hasattr(m, "__index__") or m < 1 or d % m:            # also numpy's whole numbers have it
+        raise ValueError(f"blocks are of whole numbers of channels: {m!r} do not divide {d}")
     return m
 
 def diagonal_blocks(S, m=None):
@@ -333,9 +333,8 @@ FAR = 2.0 ** 36      # far from every level; products and sums of squares of suc
 
 def in_steps(groups, scale, offset):
     """Measure groups (..., m) in steps from the lowest level: whole numbers are the levels themselves."""
-    # A constant that bfloat16 rounds lies more of the smallest steps from its offset than float32 can count.
     steps = (groups - offset.float()[..., None]) / scale.float()[..., None]
-    return steps.clamp(-FAR, FAR)
+    return steps.clamp(-FAR, FAR)        # of a large constant, rounding moves the offset by any number of tiny steps
 
 def nearest_code(steps, bits):
     """Round to the nearest of the levels 0 .. 2^b − 1, still in floating point."""
@@ -582,8 +581,12 @@ class Scheme(NamedTuple):
 
 def check_name(name, table):
     """Refuse a name that is not in TRANSFORMS or QUANTIZERS."""
-    if name not in table:
+    if name not in list(table):
         raise ValueError(f"{name!r} is not one of {', '.join(table)}")
+
+def check_refine(refine):
+    if not isinstance(refine, Refine):
+        raise ValueError(f"refine is a Refine, such as REFINED or PAPER, not {refine!r}")
 
 def shrunk(S, tokens, damping=1e-2):
     """Raise the damping of a moment (..., d, d) of few tokens to d/tokens of its mean diagonal.
@@ -611,6 +614,7 @@ def derive_basis(row, gram, hess, refine, group):
 def derive(moments, transform="wush", refine=REFINED, group=None):
     """Derive a model's transforms from `collect_moments`' moments. `refine` is for those that can be refined."""
     check_name(transform, TRANSFORMS)
+    check_refine(refine)
     row = TRANSFORMS[transform]
     if not row.can_be_refined:
         refine = PAPER
@@ -629,12 +633,13 @@ def derive(moments, transform="wush", refine=REFINED, group=None):
     return Transforms(keys, values, refine, group)
 
 def bits_of_sides(bits):
-    """Return (key bits, value bits). Raises ValueError for widths that there are not."""
-    key_bits, value_bits = bits if isinstance(bits, tuple) else (bits, bits)
-    for width in (key_bits, value_bits):
-        if type(width) is not int or width not in BITS:
-            raise ValueError(f"{width} bits are not supported, only {BITS}")
-    return key_bits, value_bits
+    """Return (key bits, value bits), also of numpy's or torch's. Raises ValueError for widths that there are not."""
+    sides = tuple(bits) if isinstance(bits, (tuple, list)) else (bits, bits)
+    numbers = [x.tolist() if hasattr(x, "tolist") else x for x in sides]
+    if len(numbers) != 2 or any(type(x) is not int or x not in BITS for x in numbers):
+        widths = ", ".join(map(str, BITS))
+        raise ValueError(f"bits are one of {widths}, or two, of keys and of values, not {bits!r}")
+    return tuple(numbers)
 
 def make_encoding(basis, bits, quantizer, clip, refine, group, own=0.0):
     """Combine a basis with a number of bits and a quantizer. What is not rounded, at 16 bits, needs no transform."""
@@ -701,6 +706,16 @@ class Windows(NamedTuple):
     sink: int = 16       # first tokens, kept in model dtype
     keep: int = 128      # last tokens, kept in model dtype, at least
     flush: int = 16      # tokens that are encoded together
+
+def as_windows(windows):
+    """Return a tuple of three as Windows. Raises ValueError for other things, and for sizes that cannot be."""
+    sizes = windows if isinstance(windows, (tuple, list)) else ()
+    is_whole = all(type(x) is int and 0 <= x <= 2 ** 20 for x in sizes)
+    if len(sizes) != 3 or not is_whole or sizes[2] < 1:
+        raise ValueError(
+            "windows need three whole numbers up to 2^20, sink >= 0, keep >= 0 and flush >= 1, "
+            f"not {windows!r}")
+    return Windows(*windows)
 
 class Counts(NamedTuple):
     """How many tokens of a batch row lie in each part of its cache."""
@@ -915,6 +930,7 @@ class WindowCache:
             raise ValueError(
                 "a window cache takes values that are transformed already: fold T_V into the model")
         self.windows = windows
+        self.folded = folded
         self.n_tokens = [0] * batch
         self.n_packed = [0] * batch
         self.keys = Store(batch, heads, d, scheme.keys, windows, dtype, device)
@@ -930,7 +946,6 @@ class WindowCache:
         sink = min(self.n_tokens[row], self.windows.sink)
         packed = self.n_packed[row]
         return Counts(sink, packed, self.n_tokens[row] - sink - packed)
-        self.folded = folded
 
     def equal_rows(self, *others):
         """Return all batch rows as one slice if their counts and `others` are equal, or else each row as its own."""
@@ -1356,6 +1371,26 @@ class LayerMoments:
             per_head = p_squared.sum((0, 3))[..., None, None]                # (g, r, 1, 1)
             self.total["outputs_attention"] += 2 * (per_head * self.A).sum(1)
 
+def check_model(model):
+    if not isinstance(model, Model):
+        raise ValueError(f"a {type(model).__name__} is no Model: transformers' take a WushCache")
+
+def token_sequences(model, sequences):
+    """Return token ids as a list of tensors (t,); they may be lists, or one tensor (b, t). Raises ValueError for others."""
+    check_model(model)
+    try:
+        sequences = [torch.as_tensor(ids) for ids in sequences]
+    except (TypeError, ValueError, RuntimeError):
+        raise ValueError("tokens are lists or tensors of whole numbers, not text") from None
+    positions = model.config.max_position_embeddings
+    vocabulary = len(model.weights["model.embed_tokens.weight"])
+    for ids in sequences:
+        is_row = ids.dim() == 1 and 0 < len(ids) <= positions and not ids.is_floating_point()
+        if not is_row or ids.min() < 0 or ids.long().max() >= vocabulary:
+            raise ValueError(
+                f"each sequence is 1 to {positions} token ids (t,), from 0 to {vocabulary - 1}")
+    return [ids.long() for ids in sequences]
+
 def stack_moments(layers):
     """Stack the layers' moments, (l, g, d, d) each, and add how many "tokens" and, per KV head, "n_queries" they are of."""
     stacked = {"tokens": layers[0].tokens, "n_queries": layers[0].n_queries}
@@ -1371,6 +1406,7 @@ def collect_moments(model, sequences, attention_aware=False):
     outputs_attention.
     Raises ValueError for a model whose values are folded.
     """
+    sequences = token_sequences(model, sequences)
     if model.folded:
         raise ValueError("calibrate the original model: this one's values are transformed already")
     config = model.config
@@ -1397,6 +1433,7 @@ def collect_moments(model, sequences, attention_aware=False):
 
 def new_cache(model, scheme=None, windows=Windows(), batch=1):
     """Make empty caches of all layers: unquantized ones, or those of a scheme, for the model with T_V folded in."""
+    check_model(model)
     config = model.config
     like = model.weights["model.embed_tokens.weight"]
     if scheme is not None and scheme.values.transform is not None and not model.folded:
@@ -1414,6 +1451,9 @@ def new_cache(model, scheme=None, windows=Windows(), batch=1):
 
 def feed(model, cache, ids, pad=None):
     """Run ids (b, t), the rows' next tokens after `pad` columns of padding, through the cache: (b, t, D)."""
+    if cache[0].folded not in (None, model.folded):
+        raise ValueError("this cache is another model's: T_V is folded into one of the two only")
+
     # A row's first token comes after its last one; the padding before it gets smaller positions, which do not matter.
     skipped = pad or [0] * len(ids)
     first = [count - padding for count, padding in zip(cache[0].n_tokens, skipped)]
@@ -1427,6 +1467,8 @@ def feed(model, cache, ids, pad=None):
 
 def sample(scores, temperature=0.0, top_p=1.0, top_k=0, generator=None):
     """Pick a token for each row of logits (b, v): the likeliest at temperature 0, else a random one."""
+    if not (temperature >= 0 and 0 <= top_p <= 1 and top_k >= 0):
+        raise ValueError("sampling needs temperature >= 0, 0 <= top_p <= 1 and top_k >= 0")
     if temperature == 0:
         return scores.argmax(-1)
     scores = scores.double() - scores.amax(-1, keepdim=True)     # so that no temperature overflows
@@ -1447,14 +1489,14 @@ def decode(model, cache, prompts, max_new_tokens, eos=(), pick=sample, pad_id=0)
 
     Prompts of different lengths are padded on the left; each row gets the tokens it would get alone.
     """
+    prompts = token_sequences(model, prompts)
+    if not prompts or max_new_tokens < 0:
+        raise ValueError("decoding needs a prompt, and max_new_tokens >= 0")
     longest = max(len(prompt) for prompt in prompts)
     pad = [longest - len(prompt) for prompt in prompts]
-    rows = [[pad_id] * padding + list(prompt) for padding, prompt in zip(pad, prompts)]
+    rows = [[pad_id] * padding + prompt.tolist() for padding, prompt in zip(pad, prompts)]
     ids = torch.tensor(rows, device=model.inv_freq.device)
-    if cache[0].folded not in (None, model.folded):
-        raise ValueError("this cache is another model's: T_V is folded into one of the two only")
-
-    eos = set(eos)
+    eos = torch.as_tensor([*eos] if isinstance(eos, set | frozenset) else eos).flatten().tolist()
     done = [False] * len(prompts)
 
     for step in range(max_new_tokens):
@@ -1492,9 +1534,12 @@ def quantize_kv_cache(
         for tokens in decode(model, empty_cache(batch=1), [prompt], max_new_tokens=64): ...
     """
     # Refuse what cannot be before anything slow.
+    sequences = token_sequences(model, sequences)
     check_name(transform, TRANSFORMS)
     check_name(quantizer, QUANTIZERS)
+    check_refine(refine)
     bits_of_sides(bits)
+    windows = as_windows(windows)
     block_width(model.config.head_dim, group)
     row = TRANSFORMS[transform]
     if row.needs_calibration and not sequences:

@@ -37,6 +37,8 @@ from wush_kv import (
     WindowCache,
     Windows,
     apply,
+    as_windows,
+    bits_of_sides,
     derive,
     inverse_transpose,
     scheme_of,
@@ -796,23 +798,6 @@ class WushLayer:
 
 CacheLayerMixin.register(WushLayer)      # by name only: the mixin's own `keys`, `values` and `reset` hold tensors
 
-def check_windows(windows):
-    """Return windows as Windows. Raises ValueError unless they are three whole numbers, none too small."""
-    wrong = not isinstance(windows, (tuple, list)) or len(windows) != 3
-    wrong = wrong or any(type(tokens) is not int or tokens < 0 for tokens in windows)
-    if wrong or windows[2] < 1:
-        raise ValueError(
-            f"windows are whole numbers, sink >= 0, keep >= 0 and flush >= 1, not {windows!r}")
-    return Windows(*windows)
-
-def check_bits(bits):
-    """Return bits as one number or a pair. Raises ValueError for a list of another length."""
-    if isinstance(bits, (tuple, list)):
-        if len(bits) != 2:
-            raise ValueError(f"bits are one number, or those of keys and of values, not {bits!r}")
-        return tuple(bits)
-    return bits
-
 def check_fit(config, transforms):
     """Refuse transforms of other layers, heads or head dims than the model's."""
     layers = config.num_hidden_layers
@@ -846,8 +831,8 @@ class WushCache(Cache):
         check_fit(config, transforms)
         self.config = config
         self.transforms = transforms
-        self.bits = check_bits(bits)
-        self.windows = check_windows(windows)
+        self.bits = bits_of_sides(bits)
+        self.windows = as_windows(windows)
 
         scheme = scheme_of(transforms, self.bits)
         layers = []
