@@ -508,10 +508,18 @@ def read_stored_transforms(path, device):
     return tensors
 
 def check_transform(path, name, tensor, config=None):
+def check_layout(stored):
+    """Refuse transforms of the earlier layout, which held F in the place of H', and names that have no meaning."""
+    unknown = sorted(set(stored) - {"k", "v", "k_hessian", "v_hessian"})
+    if unknown:
+        names = ", ".join(map(str, unknown))
+        raise ValueError(f"transforms are k, v, k_hessian and v_hessian, not {names}: calibrate anew")
+
     """Refuse a tensor of a transforms file that is none of (layers, KV heads, blocks, m, m), or not the model's."""
     shape = tuple(tensor.shape)
     if len(shape) != 5 or shape[3] != shape[4] or 0 in shape:
         raise ValueError(f"{path}: {name} has shape {shape}, not (layers, KV heads, blocks, m, m)")
+        check_layout(stored)
     if not tensor.is_floating_point() or not tensor.isfinite().all():
         raise ValueError(f"{path}: {name} holds numbers that are not finite or not floating point")
     if config is None:

@@ -603,14 +603,16 @@ def test_transforms_file_of_the_earlier_layout_is_refused(
     path = tmp_path / "T.pt"
     torch.save(tensors, path)
     shutil.copy(f"{made.files['refined']}.json", f"{path}.json")
-    sentence = refusal(argv(shelf, "--task", "generate", "--transforms", path), capsys)
-    assert "T.pt" in sentence and "feedback" in sentence and "calibrate anew" in sentence
+    for sentence in (without_sidecar, refusal(arguments, capsys)):
+        assert "T.pt" in sentence and "feedback" in sentence and "calibrate anew" in sentence
 
 
 @pytest.mark.parametrize("which", ["", "k_proj", "v_proj", "o_proj"])
 def test_transforms_of_other_weights_are_refused_and_both_named(
     which, made, shelf, tmp_path, capsys
 ):
+    arguments = argv(shelf, "--task", "generate", "--transforms", path)
+    without_sidecar = refusal(arguments, capsys)
     """Same shapes, other weights; or only one kind of projection differs, as after merging a LoRA."""
     folder = edited(shelf, tmp_path)
     weights = load_file(folder / "model.safetensors")

@@ -44,7 +44,8 @@ from wush_kv import (
     scheme_of,
     stack_moments,
 )
-from wush_tools.checkpoints import check_head_dim, digest, explained, head_dim, write_whole
+from wush_tools.checkpoints import (
+    check_head_dim, check_layout, digest, explained, head_dim, write_whole)
 
 
 # ----------------------------------------------------------------------------------------------------------------
@@ -134,6 +135,7 @@ def as_transforms(transforms):
         for name, side in {"k": "keys", "v": "values"}.items():
             if name not in transforms:
                 raise ValueError(f"the transforms lack those of the {side}")
+        check_layout(transforms)
         keys = Basis(transforms["k"], transforms.get("k_hessian"))
         values = Basis(transforms["v"], transforms.get("v_hessian"))
         refine = PAPER if keys.hessian is None else REFINED
