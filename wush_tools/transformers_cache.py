@@ -20,7 +20,7 @@ from functools import cached_property, partial
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 from tqdm import tqdm
-from transformers import AttentionInterface, AttentionMaskInterface
+from transformers import AttentionInterface, AttentionMaskInterface, PretrainedConfig
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, DynamicLayer
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
@@ -61,6 +61,9 @@ def kv_heads(config):
 
 def decoder_config(config):
     """Return the decoder's own config. Raises ValueError for one that a window cache would serve wrongly."""
+    if not isinstance(config, PretrainedConfig):
+        kind = type(config).__name__
+        raise ValueError(f"a {kind} is not a config of transformers: give model.config")
     config = config.get_text_config(decoder=True)
     layer_types = getattr(config, "layer_types", None) or []
     kinds = set(layer_types) - {"full_attention"}
@@ -132,10 +135,10 @@ def as_transforms(transforms):
     Raises ValueError unless the parts fit each other.
     """
     if isinstance(transforms, dict):
+        check_layout(transforms)
         for name, side in {"k": "keys", "v": "values"}.items():
             if name not in transforms:
                 raise ValueError(f"the transforms lack those of the {side}")
-        check_layout(transforms)
         keys = Basis(transforms["k"], transforms.get("k_hessian"))
         values = Basis(transforms["v"], transforms.get("v_hessian"))
         refine = PAPER if keys.hessian is None else REFINED
@@ -293,6 +296,9 @@ def calibrate(
 
     The model stays as it was. Raises ValueError for a model that WushCache cannot serve or whose values are folded.
     """
+    if not isinstance(model, torch.nn.Module):
+        kind = type(model).__name__
+        raise ValueError(f"a {kind} is not a model of transformers, which is what calibrate takes")
     if transform not in TRANSFORMS:
         raise ValueError(f"there is no transform {transform!r}, only {', '.join(TRANSFORMS)}")
     if not isinstance(refine, Refine):
@@ -885,7 +891,8 @@ class WushCache(Cache):
 
     def save(self, path):
         """Write everything, transforms too: WushCache.load(path, config) goes on with the same tokens."""
-        write_whole(path, partial(torch.save, self.state()))
+        with explained(f"{path} cannot be written"):
+            write_whole(path, partial(torch.save, self.state()))
 
     @classmethod
     def load(cls, path, config):
