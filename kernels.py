@@ -216,6 +216,7 @@ ENCODE_REGISTERS = 255          # per thread, at most. Left alone, ptxas takes f
 ENCODE_WARPS = 8                # of one program: with four, sweeps spill at d = 128
 SMALLEST_NORMAL = constant(2.0**-126)
 SMALLEST_NORMAL_BITS = constant(0x80)      # as a bfloat16
+FAR = constant(2.0**36)         # products and sums of squares of such numbers do not overflow
 INTEGERS = constant(2.0**23)    # from here on, a float32 has no fraction: adding this rounds, and ties go to even
 
 @jit
@@ -414,12 +415,14 @@ def _encode_kernel(
 
     # Round y to the levels of this pair.
     steps = tl.div_rn(y - offset, scale)
+    steps = tl.minimum(tl.maximum(steps, -FAR), FAR)
     if HAS_F:
         codes = _feed_back(steps, F_ptr + head % G * D * D, BITS, CHUNK)
         H_ptr += head % G * D * D
         u = tl.zeros([BLOCK, D], tl.float32)
         if OWN > 0:
             u = _own_direction(y, H_ptr, OWN, CHUNK)
+            u = tl.minimum(tl.maximum(u, -FAR), FAR)
         for _ in range(SWEEPS):
             codes = _sweep(codes, steps, u, H_ptr, BITS, CHUNK)
     else:

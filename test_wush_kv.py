@@ -827,6 +827,24 @@ def test_refined_quantizing_stands_every_kind_of_row(seed, codec, d):
     constant = read[0, 0, 8:12]
     assert ((constant + 3).abs() <= 3 * 2.0 ** -8).all()
 
+@law(seeds, sizes(2, 3, 4), quantizers, sizes(1.0, -3e3, 1e4, 1e30), sizes(0, 1e-7))
+def test_search_finds_codes_of_constants_that_bfloat16_rounds(seed, bits, quantizer, c, spread):
+    """The smallest step goes into such an offset's rounding error more often than float32 can count."""
+    x = (c * (1 + spread * normal(seed, 1, 2, 5, 64))).float()
+    H, F = random_errors(seed + 1, 2, 1, 64)
+    search = W.search
+    found = []
+
+    def search_and_note(*inputs):
+        found.append(search(*inputs))
+        return found[0]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(W, "search", search_and_note)
+        read = W.dequantize(*W.quantize_refined(x, Codec(bits, quantizer), H[0], F[0], True, 0.5))
+    assert ((found[0] >= 0) & (found[0] <= 2 ** bits - 1)).all()
+    assert ((read - x).abs() <= abs(c) * 2.0 ** -8).all()
+
 def cost_of(codes, steps, H, u=None):
     """Return eᵀ H' e + (uᵀ e)² of each column of e = codes − steps (..., m, s), in float64: (..., s)."""
     error = codes.double() - steps.double()
@@ -1068,9 +1086,10 @@ def test_scheme_has_the_bits_and_clips_of_each_side_and_no_transform_at_16():
     assert both.folded().values.transform is None
 
 @pytest.mark.parametrize("bits", [
-    0, 1, 5, 2.0, True, "2", None, (2, 0), (2.0, 2), (16, 17)])
+    0, 1, 5, 2.0, True, "2", None, (2, 0), (2.0, 2), (16, 17), (2,), (2, 2, 2), [], {2},
+    torch.tensor([3, 2]), torch.tensor(2.0), np.float64(2)])
 def test_bits_that_there_are_not_are_refused(bits):
-    with pytest.raises(ValueError, match="bits are not supported"):
+    with pytest.raises(ValueError, match="bits are one of 2, 3, 4, 8, 16, or two"):
         W.bits_of_sides(bits)
 
 @law(seeds, st.floats(2.0, 4.0))
@@ -1100,6 +1119,13 @@ def test_layers_have_the_bits_of_an_average_and_the_clips_that_go_with_them():
     assert first.keys.codec == second.values.codec == Codec(2, "quest", 1.3)
     assert second.keys.codec == Codec(4, "quest", 1.1)
     assert first.values.codec.bits == 2
+
+@pytest.mark.parametrize("bits", [
+    (3, 2), [3, 2], (np.int64(3), np.uint8(2)), (torch.tensor(3), 2), np.int64(3), torch.tensor(3)])
+def test_bits_may_be_numpys_or_torchs_and_two_of_them_a_list(bits):
+    sides = W.bits_of_sides(bits)
+    assert sides == ((3, 2) if isinstance(bits, (tuple, list)) else (3, 3))
+    assert [type(width) for width in sides] == [int, int]
 
 def test_transform_that_cannot_be_refined_is_the_papers():
     M, H = random_moments(0, 16, heads=2)
@@ -1363,6 +1389,7 @@ def meta_model(layers, hidden, heads, mlp):
     for name, value in {
         "num_hidden_layers": layers, "hidden_size": hidden, "num_attention_heads": heads,
         "num_key_value_heads": 8, "head_dim": 128, "intermediate_size": mlp,
+        "max_position_embeddings": 40960,
     }.items():
         setattr(config, name, value)
     shapes = checkpoints.weight_shapes(config)
@@ -1385,7 +1412,7 @@ def test_calibration_needs_3_gib_beside_the_weights(
 
     monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", fused)
     model = meta_model(2, hidden, heads, mlp)
-    ids = torch.zeros(length, dtype=torch.long, device="meta")
+    ids = torch.zeros(length, dtype=torch.long)
     with PeakBytes([ids, model.inv_freq, *model.weights.values()]) as memory:
         moments = W.collect_moments(model, [ids], attention_aware)
 
@@ -1661,7 +1688,7 @@ def test_store_refuses_what_cannot_be_packed(codec):
         W.WindowCache(1, 2, 64, W.Scheme(W.Encoding(codec), W.Encoding()))
 
 @pytest.mark.parametrize("windows", [
-    W.Windows(-1), W.Windows(keep=-1), W.Windows(flush=0)])
+    W.Windows(-1), W.Windows(keep=-1), W.Windows(flush=0), W.Windows(sink=2 ** 40), (16, 128), 16])
 def test_windows_that_cannot_be_are_refused(windows):
     with pytest.raises(ValueError, match="windows need"):
         W.WindowCache(1, 2, 64, windows=windows)
@@ -1808,6 +1835,81 @@ def test_row_that_ends_first_leaves_the_others_as_alone(pair):
     assert batch[1:] == alone[1:]
     assert run(prompts, bits=16)[1:] != alone[1:]
 
+def test_cache_of_the_model_before_the_fold_is_refused_after_it_and_the_reverse(pair):
+    model = pair[1]
+    folded, empty_cache = W.quantize_kv_cache(model, [tokens(90)])
+    runs = [(model, empty_cache()), (folded, W.new_cache(model)), (model, W.new_cache(folded))]
+    for wrong, cache in runs:
+        with pytest.raises(ValueError, match="another model's"):
+            list(W.decode(wrong, cache, [[1, 2]], 3))
+        assert cache[0].n_tokens == [0]
+    assert len(list(W.decode(folded, W.new_cache(folded), [[1, 2]], 3))) == 3
+
+WRONG_TOKENS = {
+    "text": "What?",
+    "texts": ["What?"],
+    "nothing": None,
+    "words": [["what", "else"]],
+    "one tensor": torch.arange(9),
+    "one list": [1, 2, 3],
+    "cubes": torch.zeros(1, 2, 3, dtype=torch.long),
+    "empty tensor": [torch.tensor([])],
+    "empty list": [[1], []],
+    "fractions": [torch.ones(3)],
+    "negative": [[1, -1]],
+    "beyond the vocabulary": [[1, 256]],
+    "beyond the positions": [[1], [1] * 1025],
+}
+
+@pytest.mark.parametrize("wrong", WRONG_TOKENS.values(), ids=WRONG_TOKENS)
+def test_tokens_are_sequences_of_the_models_ids_or_refused(wrong, pair):
+    """Both to calibrate on and to continue, before the model runs; its vocabulary is 256, its positions are 1024."""
+    model = pair[1]
+    cache = W.new_cache(model)
+    for refused in (
+            lambda: W.quantize_kv_cache(model, wrong),
+            lambda: W.collect_moments(model, wrong),
+            lambda: list(W.decode(model, cache, wrong, 3))):
+        with pytest.raises(ValueError, match="not text|1 to 1024 token ids .* from 0 to 255"):
+            refused()
+    assert cache[0].n_tokens == [0]
+
+@pytest.mark.parametrize("kind", [
+    torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.byte, torch.Tensor.unbind])
+def test_tokens_may_be_lists_or_the_rows_of_an_array(kind, pair):
+    model = pair[1]
+    rows = tokens(2, 40)
+
+    def continued(prompts):
+        return list(W.decode(model, W.new_cache(model, batch=2), prompts, 3))
+
+    moments = W.collect_moments(model, kind(rows))
+    assert torch.equal(moments["keys"], W.collect_moments(model, rows)["keys"])
+    assert continued(kind(rows)) == continued(rows)
+
+@pytest.mark.parametrize("kind", [
+    int, torch.tensor, np.int64, lambda x: [x], lambda x: {x}, lambda x: frozenset([x]),
+    lambda x: torch.tensor([x, 1]), lambda x: [torch.tensor(x)]])
+def test_end_tokens_are_one_or_a_list_or_a_set_or_a_tensor(kind, pair):
+    def continued(eos):
+        return list(W.decode(pair[1], W.new_cache(pair[1]), tokens(1, 30), 4, eos))
+
+    first, second, *others = continued(())
+    assert first != second and len(continued([])) == 2 + len(others) == 4
+    assert continued(kind(second[0])) == [first, second]
+
+@pytest.mark.parametrize("knobs", [
+    {"temperature": -1}, {"temperature": math.nan}, {"temperature": 1, "top_p": 2},
+    {"temperature": 1, "top_p": -1}, {"temperature": 1, "top_k": -1}, {"top_k": -5}])
+def test_sampling_refuses_knobs_out_of_range(knobs):
+    with pytest.raises(ValueError, match="temperature >= 0, 0 <= top_p <= 1 and top_k >= 0"):
+        W.sample(torch.zeros(1, 9), **knobs)
+
+@pytest.mark.parametrize("prompts, count", [([], 3), ([[1]], -1)])
+def test_decoding_needs_a_prompt_and_no_negative_number_of_tokens(prompts, count, pair):
+    with pytest.raises(ValueError, match="a prompt, and max_new_tokens >= 0"):
+        list(W.decode(pair[1], W.new_cache(pair[1]), prompts, count))
+
 def test_sampling_obeys_its_knobs():
     """Temperature 0, top_p 0 and top_k 1 are argmax; top_k beyond the vocabulary is all."""
     scores = normal(0, 64, 50) * 2
@@ -1863,6 +1965,55 @@ def test_whole_method_is_calibrating_deriving_folding_and_caching(pair):
     assert hadamard.folded
     with pytest.raises(ValueError, match="needs tokens"):
         W.quantize_kv_cache(model, [])
+
+WRONG_OPTIONS = [
+    ({"transform": ["wush"]}, "is not one of"),
+    ({"quantizer": "median"}, "is not one of"),
+    ({"bits": "2"}, "bits are"),
+    ({"refine": "off"}, "Refine"),
+    ({"refine": None}, "Refine"),
+    ({"group": "16"}, "'16' do not divide 16"),
+    ({"group": 8.0}, "8.0 do not divide 16"),
+    ({"windows": (16, 128)}, "windows need"),
+    ({"windows": 16}, "windows need"),
+    ({"windows": W.Windows(keep=2 ** 40)}, "windows need"),
+]
+
+@pytest.mark.parametrize("options, words", WRONG_OPTIONS)
+def test_whole_method_refuses_options_before_it_calibrates(options, words, pair, monkeypatch):
+    monkeypatch.setattr(W, "collect_moments", None)
+    with pytest.raises(ValueError, match=words):
+        W.quantize_kv_cache(pair[1], [tokens(9)], **options)
+
+def test_whole_method_takes_plain_tuples_as_windows(pair):
+    _, empty_cache = W.quantize_kv_cache(pair[1], [], "hadamard", windows=(4, 24, 8))
+    assert empty_cache()[0].windows == WINDOWS
+    assert empty_cache()[0].keys.windows.flush == 8
+
+def test_transformers_model_in_the_place_of_ours_is_refused(pair):
+    hf, model = pair
+    for refused in (
+            lambda: W.quantize_kv_cache(hf, [tokens(9)]),
+            lambda: W.collect_moments(hf, [tokens(9)]),
+            lambda: W.new_cache(hf),
+            lambda: list(W.decode(hf, W.new_cache(model), [[1]], 2))):
+        with pytest.raises(ValueError, match="Qwen3ForCausalLM .* WushCache"):
+            refused()
+
+def test_method_runs_where_the_compiler_has_no_folder(tmp_path):
+    """Its folder would lie below a file. Importing and quantizing need no compiler, and reading does without."""
+    (tmp_path / "file").touch()
+    code = """
+        import torch, wush_kv as W
+        x = torch.randn(1, 1, 2100, 64)
+        codes = W.kernels.pack(W.quantize(x, W.Codec(2))[0], 2)
+        pairs = torch.ones(1, 1, 2100, 1, dtype=torch.int32)
+        print(W.kernels.packed_scores(x[:, :, None, 0], codes, pairs, 2, 2100).shape[-1])"""
+    printed = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", textwrap.dedent(code)], cwd=HERE, text=True,
+        env=os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "file" / "folder")},
+        stdout=subprocess.PIPE, check=True).stdout
+    assert printed == "2100\n"
 
 def test_qwen3_8b_shapes_are_calibrated_folded_quantized_and_decoded(tmp_path):
     """The real widths, one layer, random weights: 2 bits move the logits, the transforms alone do not."""

@@ -91,8 +91,8 @@ def hadamard(order):
 def block_width(d, m):
     """Return m, or d if m is None. Raises ValueError for blocks of m channels that do not divide d."""
     m = d if m is None else m
-    if m < 1 or d % m:
-        raise ValueError(f"blocks of {m} channels do not divide {d}")
+    if not hasattr(m, "__index__") or m < 1 or d % m:            # also numpy's whole numbers have it
+        raise ValueError(f"blocks are of whole numbers of channels: {m!r} do not divide {d}")
     return m
 
 def diagonal_blocks(S, m=None):
@@ -240,7 +240,6 @@ def inverse_transpose(T):
 # percentile-clipped affine rule is what OSCAR serves with.
 
 @functools.cache
-@torch.compiler.assume_constant_result       # a number of the graph, where `quantize` is compiled
 def gaussian_clip(bits):
     """Find QuEST's α_b: 2^b even levels on ±α_b have the least squared error on N(0, 1) (arXiv 2502.05003).
 
@@ -267,6 +266,10 @@ def gaussian_clip(bits):
         else:
             high = alpha
     return alpha
+
+# Where `quantize` is compiled, this is a number of the graph: torch.compiler.assume_constant_result marks it like this, but
+# imports the compiler first, which takes seconds and fails without a cache folder.
+gaussian_clip.__wrapped__._dynamo_marked_constant = True
 
 def mean_over_channels(x):
     """Return the mean of the last axis, summed in float64: it rounds alike in any order, so also in the kernel."""
@@ -326,9 +329,12 @@ def stored_pair(scale, offset):
     """Round a scale and an offset to bfloat16. A scale of zero becomes the smallest normal number instead."""
     return scale.bfloat16().clamp(min=torch.finfo(torch.bfloat16).tiny), offset.bfloat16()
 
+FAR = 2.0 ** 36      # far from every level; products and sums of squares of such numbers do not overflow
+
 def in_steps(groups, scale, offset):
     """Measure groups (..., m) in steps from the lowest level: whole numbers are the levels themselves."""
-    return (groups - offset.float()[..., None]) / scale.float()[..., None]
+    steps = (groups - offset.float()[..., None]) / scale.float()[..., None]
+    return steps.clamp(-FAR, FAR)        # of a large constant, rounding moves the offset by any number of tiny steps
 
 def nearest_code(steps, bits):
     """Round to the nearest of the levels 0 .. 2^b − 1, still in floating point."""
@@ -449,7 +455,8 @@ def own_direction(y, H, weight):
     error costs δᵀ H δ + (kᵀ H δ)²: noise costs what it did, but what shrinks the key costs them all score. Hence
     u = H' y, by this argument with weight 1. Queries are not quite normal: a `weight` of ½ was measured to be better.
     """
-    return torch.einsum("gnij,bgsnj->bgsni", H, y) * math.sqrt(weight)
+    u = torch.einsum("gnij,bgsnj->bgsni", H, y) * math.sqrt(weight)
+    return u.clamp(-FAR, FAR)
 
 def sweep(codes, steps, bits, H, u=None):
     """Move each code in turn to where it costs least beside all others. All are (..., m, s), H' is (..., m, m).
@@ -577,8 +584,12 @@ class Scheme(NamedTuple):
 
 def check_name(name, table):
     """Refuse a name that is not in TRANSFORMS or QUANTIZERS."""
-    if name not in table:
+    if name not in list(table):
         raise ValueError(f"{name!r} is not one of {', '.join(table)}")
+
+def check_refine(refine):
+    if not isinstance(refine, Refine):
+        raise ValueError(f"refine is a Refine, such as REFINED or PAPER, not {refine!r}")
 
 def shrunk(S, tokens, damping=1e-2):
     """Raise the damping of a moment (..., d, d) of few tokens to d/tokens of its mean diagonal.
@@ -606,6 +617,7 @@ def derive_basis(row, gram, hess, refine, group):
 def derive(moments, transform="wush", refine=REFINED, group=None):
     """Derive a model's transforms from `collect_moments`' moments. `refine` is for those that can be refined."""
     check_name(transform, TRANSFORMS)
+    check_refine(refine)
     row = TRANSFORMS[transform]
     if not row.can_be_refined:
         refine = PAPER
@@ -628,12 +640,13 @@ def is_average(bits):
     return isinstance(bits, float) and 2 < bits < 4 and bits != 3
 
 def bits_of_sides(bits):
-    """Return (key bits, value bits). Raises ValueError for widths that there are not."""
-    key_bits, value_bits = bits if isinstance(bits, tuple) else (bits, bits)
-    for width in (key_bits, value_bits):
-        if type(width) is not int or width not in BITS:
-            raise ValueError(f"{width} bits are not supported, only {BITS}")
-    return key_bits, value_bits
+    """Return (key bits, value bits), also of numpy's or torch's. Raises ValueError for widths that there are not."""
+    sides = tuple(bits) if isinstance(bits, (tuple, list)) else (bits, bits)
+    numbers = [x.tolist() if hasattr(x, "tolist") else x for x in sides]
+    if len(numbers) != 2 or any(type(x) is not int or x not in BITS for x in numbers):
+        widths = ", ".join(map(str, BITS))
+        raise ValueError(f"bits are one of {widths}, or two, of keys and of values, not {bits!r}")
+    return tuple(numbers)
 
 def allot_bits(key_harm, value_harm, bits):
     """Give the keys and the values of each layer 2, 3 or 4 bits, `bits` on average: (of the layers' keys, of the values).
@@ -732,6 +745,16 @@ class Windows(NamedTuple):
     sink: int = 16       # first tokens, kept in model dtype
     keep: int = 128      # last tokens, kept in model dtype, at least
     flush: int = 16      # tokens that are encoded together
+
+def as_windows(windows):
+    """Return a tuple of three as Windows. Raises ValueError for other things, and for sizes that cannot be."""
+    sizes = windows if isinstance(windows, (tuple, list)) else ()
+    is_whole = all(type(x) is int and 0 <= x <= 2 ** 20 for x in sizes)
+    if len(sizes) != 3 or not is_whole or sizes[2] < 1:
+        raise ValueError(
+            "windows need three whole numbers up to 2^20, sink >= 0, keep >= 0 and flush >= 1, "
+            f"not {windows!r}")
+    return Windows(*windows)
 
 class Counts(NamedTuple):
     """How many tokens of a batch row lie in each part of its cache."""
@@ -935,18 +958,18 @@ def device_lengths(lengths, device):
 class WindowCache:
     """The cache of one layer: a store of keys, a store of values, and how many tokens each batch row has.
 
-    Give it the `folded()` scheme of one layer: values come out of the folded weights transformed already.
+    Give it the `folded()` scheme of one layer: values come out of the folded weights transformed already. `folded` is
+    that of the model that it serves, if this is known.
     """
 
     def __init__(self, batch, heads, d, scheme=Scheme(), windows=Windows(),
-                 dtype=torch.float32, device="cpu"):
-        if windows.sink < 0 or windows.keep < 0 or windows.flush < 1:
-            raise ValueError(
-                f"windows need sink >= 0, keep >= 0 and flush >= 1, not {tuple(windows)}")
+                 dtype=torch.float32, device="cpu", folded=None):
+        windows = as_windows(windows)
         if scheme.values.transform is not None:
             raise ValueError(
                 "a window cache takes values that are transformed already: fold T_V into the model")
         self.windows = windows
+        self.folded = folded
         self.n_tokens = [0] * batch
         self.n_packed = [0] * batch
         self.keys = Store(batch, heads, d, scheme.keys, windows, dtype, device)
@@ -1091,7 +1114,8 @@ class WindowCache:
 class PlainCache:
     """The unquantized cache of one layer: all keys and values in model dtype, padding included."""
 
-    def __init__(self, batch, heads, d, dtype=torch.float32, device="cpu"):
+    def __init__(self, batch, heads, d, dtype=torch.float32, device="cpu", folded=None):
+        self.folded = folded
         self.n_tokens = [0] * batch                              # per row, without padding
         self.valid = torch.ones(batch, 0, dtype=torch.bool, device=device)
         self.k = torch.zeros(batch, heads, 0, d, dtype=dtype, device=device)
@@ -1386,6 +1410,26 @@ class LayerMoments:
             per_head = p_squared.sum((0, 3))[..., None, None]                # (g, r, 1, 1)
             self.total["outputs_attention"] += 2 * (per_head * self.A).sum(1)
 
+def check_model(model):
+    if not isinstance(model, Model):
+        raise ValueError(f"a {type(model).__name__} is no Model: transformers' take a WushCache")
+
+def token_sequences(model, sequences):
+    """Return token ids as a list of tensors (t,); they may be lists, or one tensor (b, t). Raises ValueError for others."""
+    check_model(model)
+    try:
+        sequences = [torch.as_tensor(ids) for ids in sequences]
+    except (TypeError, ValueError, RuntimeError):
+        raise ValueError("tokens are lists or tensors of whole numbers, not text") from None
+    positions = model.config.max_position_embeddings
+    vocabulary = len(model.weights["model.embed_tokens.weight"])
+    for ids in sequences:
+        is_row = ids.dim() == 1 and 0 < len(ids) <= positions and not ids.is_floating_point()
+        if not is_row or ids.min() < 0 or ids.long().max() >= vocabulary:
+            raise ValueError(
+                f"each sequence is 1 to {positions} token ids (t,), from 0 to {vocabulary - 1}")
+    return [ids.long() for ids in sequences]
+
 def stack_moments(layers):
     """Stack the layers' moments, (l, g, d, d) each, and add how many "tokens" and, per KV head, "n_queries" they are of."""
     stacked = {"tokens": layers[0].tokens, "n_queries": layers[0].n_queries}
@@ -1401,6 +1445,7 @@ def collect_moments(model, sequences, attention_aware=False):
     outputs_attention.
     Raises ValueError for a model whose values are folded.
     """
+    sequences = token_sequences(model, sequences)
     if model.folded:
         raise ValueError("calibrate the original model: this one's values are transformed already")
     config = model.config
@@ -1427,6 +1472,7 @@ def collect_moments(model, sequences, attention_aware=False):
 
 def new_cache(model, scheme=None, windows=Windows(), batch=1):
     """Make empty caches of all layers: unquantized ones, or those of a scheme, for the model with T_V folded in."""
+    check_model(model)
     config = model.config
     like = model.weights["model.embed_tokens.weight"]
     if scheme is not None and scheme.values.transform is not None and not model.folded:
@@ -1435,14 +1481,18 @@ def new_cache(model, scheme=None, windows=Windows(), batch=1):
     for l in range(config.num_hidden_layers):
         shape = (batch, config.num_key_value_heads, config.head_dim)
         if scheme is None:
-            caches.append(PlainCache(*shape, like.dtype, like.device))
+            caches.append(PlainCache(*shape, like.dtype, like.device, model.folded))
         else:
             layer_scheme = scheme.folded().layer(l, like.device)
-            caches.append(WindowCache(*shape, layer_scheme, windows, like.dtype, like.device))
+            caches.append(WindowCache(
+                *shape, layer_scheme, windows, like.dtype, like.device, model.folded))
     return caches
 
 def feed(model, cache, ids, pad=None):
     """Run ids (b, t), the rows' next tokens after `pad` columns of padding, through the cache: (b, t, D)."""
+    if cache[0].folded not in (None, model.folded):
+        raise ValueError("this cache is another model's: T_V is folded into one of the two only")
+
     # A row's first token comes after its last one; the padding before it gets smaller positions, which do not matter.
     skipped = pad or [0] * len(ids)
     first = [count - padding for count, padding in zip(cache[0].n_tokens, skipped)]
@@ -1456,6 +1506,8 @@ def feed(model, cache, ids, pad=None):
 
 def sample(scores, temperature=0.0, top_p=1.0, top_k=0, generator=None):
     """Pick a token for each row of logits (b, v): the likeliest at temperature 0, else a random one."""
+    if not (temperature >= 0 and 0 <= top_p <= 1 and top_k >= 0):
+        raise ValueError("sampling needs temperature >= 0, 0 <= top_p <= 1 and top_k >= 0")
     if temperature == 0:
         return scores.argmax(-1)
     scores = scores.double() - scores.amax(-1, keepdim=True)     # so that no temperature overflows
@@ -1476,11 +1528,14 @@ def decode(model, cache, prompts, max_new_tokens, eos=(), pick=sample, pad_id=0)
 
     Prompts of different lengths are padded on the left; each row gets the tokens it would get alone.
     """
+    prompts = token_sequences(model, prompts)
+    if not prompts or max_new_tokens < 0:
+        raise ValueError("decoding needs a prompt, and max_new_tokens >= 0")
     longest = max(len(prompt) for prompt in prompts)
     pad = [longest - len(prompt) for prompt in prompts]
-    rows = [[pad_id] * padding + list(prompt) for padding, prompt in zip(pad, prompts)]
+    rows = [[pad_id] * padding + prompt.tolist() for padding, prompt in zip(pad, prompts)]
     ids = torch.tensor(rows, device=model.inv_freq.device)
-    eos = set(eos)
+    eos = torch.as_tensor([*eos] if isinstance(eos, set | frozenset) else eos).flatten().tolist()
     done = [False] * len(prompts)
 
     for step in range(max_new_tokens):
@@ -1518,9 +1573,12 @@ def quantize_kv_cache(
         for tokens in decode(model, empty_cache(batch=1), [prompt], max_new_tokens=64): ...
     """
     # Refuse what cannot be before anything slow.
+    sequences = token_sequences(model, sequences)
     check_name(transform, TRANSFORMS)
     check_name(quantizer, QUANTIZERS)
+    check_refine(refine)
     bits_of_sides(bits)
+    windows = as_windows(windows)
     block_width(model.config.head_dim, group)
     row = TRANSFORMS[transform]
     if row.needs_calibration and not sequences:

@@ -152,9 +152,16 @@ def bytes_below(folder):
             total += path.stat().st_size
     return total
 
+def check_spelling(path):
+    """Refuse a path that Python could not decode: the libraries that read models take Unicode only."""
+    if any("\udc80" <= character <= "\udcff" for character in str(path)):
+        raise ValueError(
+            f"the path {path} is not text in this locale: run with PYTHONUTF8=1, or rename it")
+
 def fetch(name, *patterns):
     """Return the local folder `name`, or the files that match `patterns` of the hub's model `name`."""
     if Path(name).is_dir():
+        check_spelling(name)
         return Path(name)
     is_hub_id = name.count("/") == 1 and not name.startswith((".", "/", "~"))
     if Path(name).exists() or not is_hub_id:
@@ -219,9 +226,13 @@ def check_rope(config):
     """Refuse RoPE variants that our model does not have, and frequencies that are not positive."""
     rope = config.rope_parameters
     kind = rope.get("rope_type")
-    if kind not in ROPE_TYPES or rope.get("partial_rotary_factor", 1) != 1:
-        kinds = ", ".join(ROPE_TYPES)
-        raise ValueError(f"its RoPE is {kind!r}, supported are {kinds} on whole heads")
+    if kind not in ROPE_TYPES:
+        raise ValueError(f"its RoPE is {kind!r}, supported are {', '.join(ROPE_TYPES)}")
+    share = rope.get("partial_rotary_factor", 1)
+    if share != 1:
+        raise ValueError(
+            f"its RoPE turns a part of each head (partial_rotary_factor {share}), supported are "
+            "whole heads")
     theta = rope["rope_theta"]
     if not isinstance(theta, int | float) or theta <= 0:
         raise ValueError(f"its rope_theta is {theta}, not a positive number")
@@ -502,10 +513,19 @@ def read_about(path):
     sidecar = Path(f"{path}.json")
     return read_json(sidecar) if sidecar.exists() else {}
 
+def check_layout(stored):
+    """Refuse transforms of the earlier layout, which held F in the place of H', and names that have no meaning."""
+    known = [side + ending for ending in FILE_NAMES.values() for side in ("k", "v")]
+    unknown = sorted(set(stored) - set(known))
+    if unknown:
+        names = ", ".join(map(str, unknown))
+        raise ValueError(f"transforms are {', '.join(known)}, not {names}: calibrate anew")
+
 def read_stored_transforms(path, device):
     """Read the tensors of a transforms file, by their names in the file."""
     with explained(f"{path} cannot be read as a transforms file"):
         stored = torch.load(path, weights_only=True, map_location=device)
+        check_layout(stored)
         tensors = {}
         for ending in FILE_NAMES.values():
             if not ending or "k" + ending in stored or "v" + ending in stored:

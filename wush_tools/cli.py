@@ -207,8 +207,12 @@ def generate_task(job, figures):
 
 def measure_error(job, figures, sink):
     """Print the module error of every scheme, and enter it."""
-    errors = module_error(job.model, job.texts, job.schemes, sink)
-    say(f"module error, relative and squared, {sink} sink tokens exact, no recent window")
+    errors = {}
+    if job.schemes:
+        errors = module_error(job.model, job.texts, job.schemes, sink)
+        say(f"module error, relative and squared, {sink} sink tokens exact, no recent window")
+    else:
+        say("module error: none, as nothing is quantized at 16 bits")
     for name, (value, error) in errors.items():
         say(f"    {name:12} {shown(value, error)}")
     errors = {"none": (0.0, 0.0), **errors}

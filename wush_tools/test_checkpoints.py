@@ -166,7 +166,8 @@ CONFIGS = [
     ({"rope_parameters": THETA | {"rope_theta": None}}, "rope"),
     ({"rope_parameters": THETA | {"rope_type": "yarn"}}, "factor"),
     ({"rope_parameters": THETA | {"rope_type": "dynamic", "factor": 2.0}}, "dynamic"),
-    ({"rope_parameters": THETA | {"partial_rotary_factor": 0.5}}, "RoPE whole"),
+    ({"rope_parameters": THETA | {"partial_rotary_factor": 0.5}},
+     "RoPE turns a part of each head (partial_rotary_factor 0.5), supported are whole heads"),
     ({"rope_parameters": {FULL: THETA | {"rope_type": "default"}}}, "RoPE"),
     ({"rope_parameters": "yarn"}, "rope"),
     ({"num_hidden_layers": 0, "layer_types": "drop"}, "layer"),
@@ -428,6 +429,14 @@ def test_files_are_read_and_written_as_utf8_whatever_the_locale(shelf, tmp_path)
     assert run.stdout.split() == [b"True", b"100"], run.stderr
     assert (folder / "out").read_bytes() == "ž".encode()
 
+@pytest.mark.parametrize("name", ["\udcc5\udcbeena", "a\udcff", "\udc80/model"])
+def test_model_folder_that_the_locale_cannot_spell_is_refused(name, shelf, tmp_path, capsys):
+    """Such characters stand for bytes that Python could not decode; in the C locale, for all beyond ASCII."""
+    folder = tmp_path / name
+    shutil.copytree(shelf.folder, folder)
+    sentence = refusal(argv(shelf, "--task", "generate", folder=folder), capsys)
+    assert "is not text in this locale" in sentence and "PYTHONUTF8=1" in sentence
+
 def test_written_file_is_whole_or_as_it_was(tmp_path):
     path = tmp_path / "figures"
     path.write_text("before")
@@ -609,9 +618,11 @@ def test_transforms_file_of_the_earlier_layout_is_refused(
         tensors[f"{side}_feedback"] = W.feedback_matrix(tensors.pop(f"{side}_hessian")).float()
     path = tmp_path / "T.pt"
     torch.save(tensors, path)
+    arguments = argv(shelf, "--task", "generate", "--transforms", path)
+    without_sidecar = refusal(arguments, capsys)
     shutil.copy(f"{made.files['refined']}.json", f"{path}.json")
-    sentence = refusal(argv(shelf, "--task", "generate", "--transforms", path), capsys)
-    assert "T.pt" in sentence and "feedback" in sentence and "calibrate anew" in sentence
+    for sentence in (without_sidecar, refusal(arguments, capsys)):
+        assert "T.pt" in sentence and "feedback" in sentence and "calibrate anew" in sentence
 
 
 @pytest.mark.parametrize("which", ["", "k_proj", "v_proj", "o_proj"])

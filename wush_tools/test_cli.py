@@ -556,6 +556,15 @@ def test_16_bits_is_off(report, shelf, tmp_path):
         assert off[key] == {"none": report.figures[key]["none"]}
     assert off["effective_bits"] == 16
 
+@pytest.mark.parametrize("flags", ["--task error", "--task error --transform oscar", ""])
+def test_no_table_of_16_bits_is_without_rows(flags, shelf, shown):
+    """Instead of a heading alone, the task says that there is no error."""
+    lines = shown(argv(shelf, "--bits", 16, *flags.split())).out.splitlines()
+    place = lines.index("module error: none, as nothing is quantized at 16 bits")
+    assert flags == "" or lines[place:] == lines
+    for line, following in zip(lines, [*lines[1:], ""]):
+        assert not line.endswith(("window", ":")) or following.startswith("    ")
+
 def test_report_is_strict_json(shelf, tmp_path):
     """One sequence has no standard error; NaN is no JSON."""
     def refuse(name):

@@ -297,6 +297,18 @@ def test_encode_keeps_zero_and_constant_rows(encode, rule, bits):
 
 
 @needs_triton
+def test_encode_kernel_searches_codes_of_huge_constants_as_its_reference_does():
+    """Such a row lies more of the smallest steps from its rounded offset than float32 can count."""
+    x = torch.tensor([3e3, -1e4, 1e30])[:, None].expand(1, 1, 3, 64)
+    F = torch.eye(64).roll(9, 1).triu(1).expand(1, 1, 64, 64) / 2
+    how = encoding("centred", 2, H=torch.eye(64).expand_as(F), F=F, own=0.5)
+    codes, pairs = encode_by_kernel(x, how)
+    read = kernels.dequantized(codes, pairs, 2)
+    assert ((read - x).abs() <= x.abs() * 2.0 ** -8).all()
+    assert equal((codes, pairs), W.encode_reference(x, how))
+
+
+@needs_triton
 @pytest.mark.parametrize("tokens", (1, 13, 17, 31, 33))
 def test_encode_kernel_reads_and_writes_nothing_beyond_its_tokens(tokens):
     """"""

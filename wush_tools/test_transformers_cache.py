@@ -1103,6 +1103,8 @@ def broken(change):
         "heads": {"k": keys.repeat(1, 2, 1, 1, 1), "v": values.repeat(1, 2, 1, 1, 1)},
         "unequal heads": {"k": keys[:, :1], "v": values},
         "head dim": {"k": keys[..., :8, :8], "v": values[..., :8, :8]},
+        "the earlier layout": {"k": keys, "v": values, "k_feedback": keys, "v_feedback": values},
+        "a misspelt name": {"k": keys, "v": values, "k_hess": keys, "v_hess": values},
         "no values": {"k": keys},
         "no keys": {"v": values},
         "a path": "WUSH.pt",
@@ -1122,6 +1124,8 @@ WRONG_TRANSFORMS = [
     ("heads", "4 KV heads"),
     ("unequal heads", "same heads"),
     ("head dim", "head dim 8"),
+    ("the earlier layout", "not k_feedback, v_feedback: calibrate anew"),
+    ("a misspelt name", "not k_hess, v_hess: calibrate anew"),
     ("no values", "lack those of the values"),
     ("no keys", "lack those of the keys"),
     ("a path", "load_transforms"),
@@ -1146,6 +1150,7 @@ def test_transforms_that_fit_no_cache_are_refused_when_it_is_made(change, words)
 WRONG_BITS = [5, 0, 2.0, True, "2", None, (2, 1), (0, 2), (2, 2, 2), ()]
 WRONG_WINDOWS = [
     Windows(keep=-1), Windows(flush=0), Windows(sink=4.5), Windows(sink=-1), Windows(sink=True),
+    Windows(keep=2 ** 40), Windows(flush=2 ** 40), (2 ** 20 + 1, 128, 16),
     (16, 128), 16, "abc", None]
 
 @pytest.mark.parametrize("bits", WRONG_BITS)
@@ -1194,6 +1199,27 @@ def test_file_that_is_not_this_models_cache_is_refused_in_one_sentence(tmp_path)
             WushCache.load(path, tiny(**changes).config)
     with pytest.raises(ValueError, match="another model's.*KV heads"):
         WushCache.load(path, tiny(num_key_value_heads=1).config)
+
+
+def test_cache_that_cannot_be_saved_says_so_in_one_sentence(tmp_path):
+    """Onto a folder, into none, and below a file."""
+    hf, T = their_model()
+    (tmp_path / "file").touch()
+    for path in (tmp_path, tmp_path / "none" / "cache.pt", tmp_path / "file" / "cache.pt"):
+        with pytest.raises(ValueError, match=f"{path} cannot be written") as caught:
+            WushCache(hf.config, T).save(path)
+        assert "\n" not in str(caught.value)
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+def test_model_and_config_in_each_others_place_are_refused():
+    hf, T = their_model()
+    for wrong in (hf, hf.config.to_dict(), None):
+        with pytest.raises(ValueError, match="not a config .* give model.config"):
+            WushCache(wrong, T)
+    for wrong in (hf.config, "Qwen/Qwen3-8B", None):
+        with pytest.raises(ValueError, match="not a model of transformers"):
+            calibrate(wrong, Numbers(), NUMBERS)
 
 
 def test_interrupted_saving_leaves_the_old_file(tmp_path, monkeypatch):

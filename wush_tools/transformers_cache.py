@@ -20,7 +20,7 @@ from functools import cached_property, partial
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 from tqdm import tqdm
-from transformers import AttentionInterface, AttentionMaskInterface
+from transformers import AttentionInterface, AttentionMaskInterface, PretrainedConfig
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, DynamicLayer
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
@@ -37,12 +37,15 @@ from wush_kv import (
     WindowCache,
     Windows,
     apply,
+    as_windows,
+    bits_of_sides,
     derive,
     inverse_transpose,
     scheme_of,
     stack_moments,
 )
-from wush_tools.checkpoints import check_head_dim, digest, explained, head_dim, write_whole
+from wush_tools.checkpoints import (
+    check_head_dim, check_layout, digest, explained, head_dim, write_whole)
 
 
 # ----------------------------------------------------------------------------------------------------------------
@@ -58,6 +61,9 @@ def kv_heads(config):
 
 def decoder_config(config):
     """Return the decoder's own config. Raises ValueError for one that a window cache would serve wrongly."""
+    if not isinstance(config, PretrainedConfig):
+        kind = type(config).__name__
+        raise ValueError(f"a {kind} is not a config of transformers: give model.config")
     config = config.get_text_config(decoder=True)
     layer_types = getattr(config, "layer_types", None) or []
     kinds = set(layer_types) - {"full_attention"}
@@ -129,6 +135,7 @@ def as_transforms(transforms):
     Raises ValueError unless the parts fit each other.
     """
     if isinstance(transforms, dict):
+        check_layout(transforms)
         for name, side in {"k": "keys", "v": "values"}.items():
             if name not in transforms:
                 raise ValueError(f"the transforms lack those of the {side}")
@@ -289,6 +296,9 @@ def calibrate(
 
     The model stays as it was. Raises ValueError for a model that WushCache cannot serve or whose values are folded.
     """
+    if not isinstance(model, torch.nn.Module):
+        kind = type(model).__name__
+        raise ValueError(f"a {kind} is not a model of transformers, which is what calibrate takes")
     if transform not in TRANSFORMS:
         raise ValueError(f"there is no transform {transform!r}, only {', '.join(TRANSFORMS)}")
     if not isinstance(refine, Refine):
@@ -796,23 +806,6 @@ class WushLayer:
 
 CacheLayerMixin.register(WushLayer)      # by name only: the mixin's own `keys`, `values` and `reset` hold tensors
 
-def check_windows(windows):
-    """Return windows as Windows. Raises ValueError unless they are three whole numbers, none too small."""
-    wrong = not isinstance(windows, (tuple, list)) or len(windows) != 3
-    wrong = wrong or any(type(tokens) is not int or tokens < 0 for tokens in windows)
-    if wrong or windows[2] < 1:
-        raise ValueError(
-            f"windows are whole numbers, sink >= 0, keep >= 0 and flush >= 1, not {windows!r}")
-    return Windows(*windows)
-
-def check_bits(bits):
-    """Return bits as one number or a pair. Raises ValueError for a list of another length."""
-    if isinstance(bits, (tuple, list)):
-        if len(bits) != 2:
-            raise ValueError(f"bits are one number, or those of keys and of values, not {bits!r}")
-        return tuple(bits)
-    return bits
-
 def check_fit(config, transforms):
     """Refuse transforms of other layers, heads or head dims than the model's."""
     layers = config.num_hidden_layers
@@ -847,8 +840,8 @@ class WushCache(Cache):
         check_fit(config, transforms)
         self.config = config
         self.transforms = transforms
-        self.bits = check_bits(bits)
-        self.windows = check_windows(windows)
+        self.bits = bits_of_sides(bits)
+        self.windows = as_windows(windows)
 
         scheme = scheme_of(transforms, self.bits)
         layers = []
@@ -899,7 +892,8 @@ class WushCache(Cache):
 
     def save(self, path):
         """Write everything, transforms too: WushCache.load(path, config) goes on with the same tokens."""
-        write_whole(path, partial(torch.save, self.state()))
+        with explained(f"{path} cannot be written"):
+            write_whole(path, partial(torch.save, self.state()))
 
     @classmethod
     def load(cls, path, config):
