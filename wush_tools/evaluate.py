@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 from tqdm import tqdm
 
 from wush_kv import (
@@ -289,6 +290,22 @@ def with_schemes(model, schemes, windows=Windows()):
         runs[name] = with_scheme(model, scheme, windows)
     return runs
 
+def repeated(layer, count):
+    """Copy a layer's cache of one batch row into a cache of `count` rows, which all hold its tokens."""
+    new = copy.copy(layer)
+    new.n_tokens = layer.n_tokens * count
+    repeat = partial(torch.repeat_interleave, repeats=count, dim=0)
+    if isinstance(layer, PlainCache):
+        new.valid, new.k, new.v = [repeat(x) for x in (layer.valid, layer.k, layer.v)]
+        return new
+
+    new.n_packed = layer.n_packed * count
+    new.keys = copy.copy(layer.keys)
+    new.values = copy.copy(layer.values)
+    for store in (new.keys, new.values):
+        store.sink, store.codes, store.pairs, store.recent = map(repeat, store.buffers())
+    return new
+
 def retrieval(model, haystacks, schemes, windows=Windows()):
     """Ask `haystack`s for their numbers: {name: (found, log_probability)}, (texts, questions) each.
 
@@ -302,12 +319,19 @@ def retrieval(model, haystacks, schemes, windows=Windows()):
         for text, questions in haystacks:
             cache = empty_cache()
             feed(folded, cache, text[None].to(device))
-            for question in questions:
-                tokens = question.tokens.to(device)
-                asked = question.question_tokens
-                hidden = feed(folded, copy.deepcopy(cache), tokens[None])
-                log_p = logits(folded, hidden[0, asked - 1:-1]).float().log_softmax(-1)
-                of_answer = log_p.gather(1, tokens[asked:, None])[:, 0]
+
+            # All questions of a text are rows of one batch, padded on the left.
+            cache = [repeated(layer, len(questions)) for layer in cache]
+            longest = max(len(question.tokens) for question in questions)
+            pad = [longest - len(question.tokens) for question in questions]
+            rows = [functional.pad(q.tokens, (skipped, 0)) for q, skipped in zip(questions, pad)]
+            hidden = feed(folded, cache, torch.stack(rows).to(device), pad)
+
+            for row, question in zip(hidden, questions):
+                answer = question.tokens[question.question_tokens:].to(device)
+                predicting = row[-len(answer) - 1:-1]
+                log_p = logits(folded, predicting).float().log_softmax(-1)
+                of_answer = log_p.gather(1, answer[:, None])[:, 0]
                 found.append((of_answer == log_p.amax(-1)).all().item())
                 log_probability.append(of_answer.sum().item())
         answers[name] = [
