@@ -296,14 +296,19 @@ def repeated(layer, count):
     new.n_tokens = layer.n_tokens * count
     repeat = partial(torch.repeat_interleave, repeats=count, dim=0)
     if isinstance(layer, PlainCache):
-        new.valid, new.k, new.v = [repeat(x) for x in (layer.valid, layer.k, layer.v)]
+        new.valid = repeat(layer.valid)
+        new.k = repeat(layer.k)
+        new.v = repeat(layer.v)
         return new
 
     new.n_packed = layer.n_packed * count
     new.keys = copy.copy(layer.keys)
     new.values = copy.copy(layer.values)
     for store in (new.keys, new.values):
-        store.sink, store.codes, store.pairs, store.recent = map(repeat, store.buffers())
+        store.sink = repeat(store.sink)
+        store.codes = repeat(store.codes)
+        store.pairs = repeat(store.pairs)
+        store.recent = repeat(store.recent)
     return new
 
 def retrieval(model, haystacks, schemes, windows=Windows()):
