@@ -437,15 +437,16 @@ def feedback_matrix(H):
 
 def feed_back(steps, bits, F):
     """Round steps (..., m, s) channel by channel, pushing errors on by F (..., m, m): codes, in floating point."""
-    codes = torch.empty_like(steps)
     y = steps.clone()
-    for i in range(y.shape[-2]):
-        codes[..., i, :] = nearest_code(y[..., i, :], bits)
-        error = y[..., i, :] - codes[..., i, :]
+    codes = []
+    for i, channel in enumerate(y.unbind(-2)):
+        code = nearest_code(channel, bits)
+        error = channel - code
         later = y[..., i + 1:, :]
         push = F[..., i, i + 1:, None]
         later.addcmul_(push, error[..., None, :], value=-1)
-    return codes
+        codes.append(code)
+    return torch.stack(codes, -2)
 
 def own_direction(y, H, weight):
     """Return u (b, g, s, n, m) for transformed keys y = T k: an error δ of y costs (uᵀ δ)² beside δᵀ H' δ.
@@ -464,24 +465,24 @@ def sweep(codes, steps, bits, H, u=None):
     With e = codes − steps and g = H' e, the cost eᵀ H' e is a parabola in code i alone, lowest at code_i − g_i / H'_ii. The
     level nearest to there is the best one, so no move raises the cost. With u the cost is eᵀ H' e + (uᵀ e)².
     """
-    codes = codes.clone()
     gradient = H @ (codes - steps)
+    curvatures = H.diagonal(dim1=-2, dim2=-1)[..., None].expand_as(codes)
     if u is not None:
         shrinkage = (u * (codes - steps)).sum(-2)            # uᵀ e
-    for i in range(codes.shape[-2]):
-        code = codes[..., i, :].clone()
-        slope = gradient[..., i, :]
-        curvature = H[..., i, i, None]
-        if u is not None:
-            slope = slope + u[..., i, :] * shrinkage
-            curvature = curvature + u[..., i, :].square()
+        curvatures = curvatures + u.square()
+        directions = u.unbind(-2)
 
-        codes[..., i, :] = nearest_code(code - slope / curvature, bits)
-        move = codes[..., i, :] - code
-        gradient.addcmul_(H[..., i, None], move[..., None, :])
+    moved = []
+    channels = zip(codes.unbind(-2), gradient.unbind(-2), curvatures.unbind(-2), H.unbind(-1))
+    for i, (code, slope, curvature, H_column) in enumerate(channels):
         if u is not None:
-            shrinkage.addcmul_(u[..., i, :], move)
-    return codes
+            slope = slope + directions[i] * shrinkage
+        moved.append(nearest_code(code - slope / curvature, bits))
+        move = moved[i] - code
+        gradient.addcmul_(H_column[..., None], move[..., None, :])
+        if u is not None:
+            shrinkage.addcmul_(directions[i], move)
+    return torch.stack(moved, -2)
 
 def search(steps, bits, H, F, u=None):
     """Choose the codes of steps (b, g, s, n, m): rounded with feedback F, then swept over with H', (g, n, m, m) each."""
