@@ -1905,10 +1905,19 @@ def test_sampling_refuses_knobs_out_of_range(knobs):
     with pytest.raises(ValueError, match="temperature >= 0, 0 <= top_p <= 1 and top_k >= 0"):
         W.sample(torch.zeros(1, 9), **knobs)
 
-@pytest.mark.parametrize("prompts, count", [([], 3), ([[1]], -1)])
-def test_decoding_needs_a_prompt_and_no_negative_number_of_tokens(prompts, count, pair):
-    with pytest.raises(ValueError, match="a prompt, and max_new_tokens >= 0"):
+@pytest.mark.parametrize("prompts, count", [([], 3), ([[1]], -1), ([[1]], 2.5), ([[1]], "3")])
+def test_decoding_needs_a_prompt_and_a_whole_number_of_tokens(prompts, count, pair):
+    with pytest.raises(ValueError, match="a prompt, and a whole number of max_new_tokens"):
         list(W.decode(pair[1], W.new_cache(pair[1]), prompts, count))
+
+def test_decoding_refuses_end_tokens_that_are_text_and_takes_none_for_no_end(pair):
+    def decoded(eos):
+        return list(W.decode(pair[1], W.new_cache(pair[1]), tokens(1, 30), 4, eos))
+
+    for text in ("text", ["text"]):
+        with pytest.raises(ValueError, match="eos is a token id"):
+            decoded(text)
+    assert decoded(None) == decoded(())
 
 def test_sampling_obeys_its_knobs():
     """Temperature 0, top_p 0 and top_k 1 are argmax; top_k beyond the vocabulary is all."""

@@ -1530,13 +1530,17 @@ def decode(model, cache, prompts, max_new_tokens, eos=(), pick=sample, pad_id=0)
     Prompts of different lengths are padded on the left; each row gets the tokens it would get alone.
     """
     prompts = token_sequences(model, prompts)
-    if not prompts or max_new_tokens < 0:
-        raise ValueError("decoding needs a prompt, and max_new_tokens >= 0")
+    if not prompts or not hasattr(max_new_tokens, "__index__") or max_new_tokens < 0:
+        raise ValueError("decoding needs a prompt, and a whole number of max_new_tokens >= 0")
+    end_tokens = list(eos) if isinstance(eos, (set, frozenset)) else eos
+    try:
+        end_tokens = torch.as_tensor([] if eos is None else end_tokens).flatten().tolist()
+    except (TypeError, ValueError, RuntimeError):
+        raise ValueError(f"eos is a token id, or some of them, not {eos!r}") from None
     longest = max(len(prompt) for prompt in prompts)
     pad = [longest - len(prompt) for prompt in prompts]
     rows = [[pad_id] * padding + prompt.tolist() for padding, prompt in zip(pad, prompts)]
     ids = torch.tensor(rows, device=model.inv_freq.device)
-    eos = torch.as_tensor([*eos] if isinstance(eos, set | frozenset) else eos).flatten().tolist()
     done = [False] * len(prompts)
 
     for step in range(max_new_tokens):
@@ -1545,7 +1549,7 @@ def decode(model, cache, prompts, max_new_tokens, eos=(), pick=sample, pad_id=0)
         tokens = [pad_id if ended else token for ended, token in zip(done, picked)]
         yield tokens
 
-        done = [ended or token in eos for ended, token in zip(done, tokens)]
+        done = [ended or token in end_tokens for ended, token in zip(done, tokens)]
         if all(done):
             return
         ids = torch.tensor(tokens, device=ids.device)[:, None]
