@@ -1133,11 +1133,31 @@ def compiled(function):
     options = {"cpp.enable_floating_point_contract_flag": "fast"}        # products and sums in one instruction
     return torch.compile(function, dynamic=True, options=options)
 
+def any_size():
+    """Return a context in which the compiler takes no two sizes for one, though they are equal in its first call.
+
+    After a prefill there is no spare room: all tokens that have room are read. Without this, the first flush would have
+    everything compiled anew.
+    """
+    from torch.fx.experimental import _config
+    return _config.patch(backed_size_oblivious=True, use_duck_shape=False)
+
+compiled_kinds = set()      # of calls: entering the context takes as long as reading some hundred tokens
+
+def call_compiled(function, x, codes, pairs, bits, count):
+    kind = function, bits, x.shape[:3]
+    if kind in compiled_kinds:
+        return compiled(function)(x, codes, pairs, bits, count)
+    with any_size():
+        result = compiled(function)(x, codes, pairs, bits, count)
+    compiled_kinds.add(kind)
+    return result
+
 def launch_scores(q, *args):
-    return compiled(scores_in_one_pass)(q, *args)
+    return call_compiled(scores_in_one_pass, q, *args)
 
 def launch_values(p, *args):
-    return compiled(values_in_one_pass)(p, *args)
+    return call_compiled(values_in_one_pass, p, *args)
 
 def check_read(x, codes, pairs, bits, count):
     """Refuse packed tokens, or a number of them, that are not there."""

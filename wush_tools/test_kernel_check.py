@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 import wush_kv as W
 from wush_tools.testing import (
-    WINDOWS, distance, law, normal, saved, seeds, sizes, tokens, transforms)
+    WINDOWS, close, distance, law, normal, saved, seeds, sizes, tokens, transforms)
 from wush_kv import Codec, Encoding, kernels
 from wush_tools import kernel_check
 from wush_tools.kernel_check import encode_by_kernel, example
@@ -722,6 +722,20 @@ def test_failing_compiler_gives_one_warning_per_function_and_the_references_resu
     with pytest.warns(RuntimeWarning, match="no compiler") as caught:
         scores = [kernels.packed_scores(q, codes, pairs, 2, 1500) for _ in range(3)]
     assert len(caught) == 1 and all(torch.equal(score, expected) for score in scores)
+
+
+def test_reading_is_compiled_once_for_all_lengths(unspoiled):
+    """Also if the first call reads all there is room for, as after a prefill: a flush makes spare room."""
+    q = torch.randn(1, 2, 3, 64, generator=random(1))
+    graphs = None
+    for tokens, count in [(1500, 1500), (1593, 1516), (1593, 1532), (4000, 3000)]:
+        codes, pairs = packed_tokens(tokens)
+        scores = kernels.packed_scores(q, codes, pairs, 2, count)
+        expected = kernels.packed_scores_ref(q, codes, pairs, 2, count)
+        assert close(scores, expected, 1e-5)
+        graphs = graphs or torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    assert graphs and torch._dynamo.utils.counters["stats"]["unique_graphs"] == graphs
+    assert not kernels.switched_off
 
 
 @pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16))
