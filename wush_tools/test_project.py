@@ -227,3 +227,18 @@ def test_tutorial_shows_functions_as_they_are():
             assert inspect.getsource(shown) in printed
             count += 1
     assert count >= 6
+
+def test_tutorial_cells_are_short_and_its_pictures_have_alternative_text():
+    """At most 12 lines a cell, not counting a picture's text; every picture is described, for who cannot see it."""
+    cells = json.loads((HERE / "tutorial.ipynb").read_text(encoding="utf-8"))["cells"]
+    count = 0
+    for cell in cells:
+        if cell["cell_type"] != "code":
+            continue
+        lines = "".join(cell["source"]).split("\npicture(fig")[0].splitlines()
+        assert len(lines) <= 12, lines[0]
+        for output in cell["outputs"]:
+            if "image/png" in output.get("data", {}):
+                assert len(output["metadata"]["image/png"]["alt"]) > 40
+                count += 1
+    assert count >= 15
