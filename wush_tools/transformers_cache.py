@@ -2,14 +2,15 @@
 
 A model runs a WushCache with any attention. With this file's own, `model.set_attn_implementation("wush")`, a step reads
 the packed tokens as they lie; with any other, all tokens are dequantized at every step. Transformers hands keys k and
-values v to the cache first and calls the attention afterwards, with what the cache returned. For "wush" that is a
-placeholder, *marked* with the layer of the cache that keeps k and v until the queries q are there too:
+values v to the cache's `update` first, and then the attention with what `update` returned. For "wush" this is a
+placeholder for the keys, *marked* with the layer of the cache, which keeps k and v until the queries q are there too:
 
-    "wush"      update(k, v)  ->  layer.waiting    attention(q, marked keys)  ->  layer.attend  ->  window cache
-    another     update(k, v)  ->  window cache     ->  all keys and values, dequantized  ->  attention
+    "wush"      update(k, v) keeps them, returns marked keys;   attention(q, marked keys) has the layer store and attend
+    another     update(k, v) stores them, returns all keys and values, dequantized;   attention(q, these) is another's
 
-The window cache stores T_V v, always. `folded_values` makes the model's values come out like this; without it the layer
-transforms the values itself, and the outputs back.
+What the windows hold are keys as they come, and values transformed by T_V; packed keys are transformed by T_K as they
+are encoded. `folded_values` makes the model's values come out transformed; without it the layer transforms them itself,
+and the outputs back.
 """
 import copy
 import warnings
@@ -41,6 +42,7 @@ from wush_kv import (
     bits_of_sides,
     derive,
     inverse_transpose,
+    is_average,
     scheme_of,
     stack_moments,
 )
@@ -68,20 +70,20 @@ def decoder_config(config):
     layer_types = getattr(config, "layer_types", None) or []
     kinds = set(layer_types) - {"full_attention"}
     if not kinds:
-        # Configs that do not list their layers: which cache would transformers make for them?
+        # Either all are listed as full ones, or none is listed. Which cache would transformers make for them?
         own_layers = DynamicCache(config=config).layers
         kinds = {type(layer).__name__ for layer in own_layers} - {DynamicLayer.__name__}
     if kinds:
         names = ", ".join(sorted(kinds))
         raise ValueError(f"only layers of full attention are supported, not {names}")
 
-    # Latent attention (MLA) caches something else than keys and values; other configs have a number for each layer.
+    # Latent attention (MLA) caches something else than keys and values.
     d = head_dim(config)
     is_latent = getattr(config, "kv_lora_rank", None) or getattr(config, "qk_nope_head_dim", None)
     if is_latent or getattr(config, "v_head_dim", None) not in (None, d):
         raise ValueError(
             "latent attention is not supported: queries, keys and values must share one head dim")
-    if type(kv_heads(config)) is not int:
+    if type(kv_heads(config)) is not int:        # but a list, of a number for each layer
         raise ValueError("all layers must have the same number of KV heads")
     check_head_dim(d)
     return config
@@ -121,7 +123,7 @@ def register_attention(name, function):
 def grouped(query, key, scaling):
     """Group queries (b, h, t, d) by KV head, (b, g, r, t, d), for an attention that multiplies scores by d^(-1/2).
 
-    A model with another `scaling` gets its queries scaled by what that differs.
+    The window cache scales scores by d^(-1/2); if the model's `scaling` is another one, the queries make up for it.
     """
     d = query.shape[-1]
     factor = 1.0 if scaling is None else scaling * d ** 0.5
@@ -130,8 +132,9 @@ def grouped(query, key, scaling):
     return query.unflatten(1, (key.shape[1], -1))
 
 def as_transforms(transforms):
-    """Return transforms in float32. A dictionary holds what a transforms file does: "k" and "v", perhaps H'.
+    """Return transforms in float32. A dictionary holds what a transforms file does: "k" and "v", perhaps H' and harm.
 
+    It does not say how they were made: with H' they count as refined, else as the paper's, and several blocks as groups.
     Raises ValueError unless the parts fit each other.
     """
     if isinstance(transforms, dict):
@@ -317,10 +320,10 @@ def calibrate(
 # ----------------------------------------------------------------------------------------------------------------
 # Folding and sharding
 #
-# A fold changes the weights of a model for a while, and a cache must know: values come out transformed. Since a cache
-# may have been copied, pickled or loaded, it asks the attention module that runs, whose hooks announce the fold.
+# A fold changes the weights of a model for a while, and a cache must know: values come out transformed. A cache may be
+# older than the fold, or come from a file, so the attention modules tell it: their hooks announce the fold as they run.
 
-FOLD = ContextVar("FOLD", default=None)      # the digest of the T_V folded into the running module, before `in_range`
+FOLD = ContextVar("FOLD", default=None)      # the digest of the running module's T_V, as it was passed to `folded_values`
 
 class Announcement:
     """Hooks on an attention module which set FOLD while it runs: `WushCache.update` is not told which module calls."""
@@ -399,7 +402,7 @@ def folded_values(model, transforms):
 def shard_transforms(transforms, rank, world_size):
     """Take the KV heads of one rank of a tensor-parallel model; where ranks exceed heads, they share them.
 
-    Raises ValueError if neither number divides the other.
+    Raises ValueError for a rank that there is not, and if neither number divides the other.
     """
     keys, values, refine, group = as_transforms(transforms)
     heads = keys.transform.shape[1]
@@ -430,7 +433,7 @@ def row_padding(mask, batch, length):
     """Read each row's left padding from the mask (b, 1, t, length) of the last t tokens.
 
     Raises ValueError for a mask unless each query sees exactly the columns from the end of the padding up to the query's
-    own. What queries see that are padding themselves does not matter.
+    own. Queries that are padding themselves may see anything.
     """
     refusal = (
         f"attention 'wush' serves causal masks with padding at the left only, of {length} columns")
@@ -460,7 +463,10 @@ def row_padding(mask, batch, length):
     return pad.tolist()
 
 class NoGradient(torch.autograd.Function):
-    """Pass x on, in a graph with `like`: if that wants gradients, a backward pass raises instead of leaving them out."""
+    """Pass x on as if computed from `like`: where `like` wants gradients, a backward pass raises.
+
+    Otherwise it would leave out, unsaid, what went through the cache.
+    """
 
     @staticmethod
     def forward(context, x, like):
@@ -471,7 +477,7 @@ class NoGradient(torch.autograd.Function):
         raise ValueError("WushCache passes no gradients on")
 
 def without_gradient(x, like):
-    with torch.enable_grad():
+    with torch.enable_grad():                                    # its callers compute without gradients
         return NoGradient.apply(x.detach(), like)
 
 def wush_attention(module, query, key, value, mask, scaling=None, dropout=0.0, **options):
@@ -480,7 +486,7 @@ def wush_attention(module, query, key, value, mask, scaling=None, dropout=0.0, *
     if layer is None:
         return sdpa_attention_forward(module, query, key, value, mask, dropout, scaling, **options)
     k, v = layer.take_waiting()
-    layer.config = module.config         # `update` asks it for the attention; the cache's own may have been a copy
+    layer.config = module.config         # which `update` asks for the attention; so far it may have been a copy
 
     unknown = []
     for name in ("softcap", "s_aux", "sliding_window", "position_bias"):
@@ -566,11 +572,11 @@ def restore(window, saved):
             buffer.to(device, copy=True) for buffer in buffers]
 
 def check_buffer(buffer, empty):
-    """Refuse a buffer that cannot take the place of an empty one: it must differ in its third axis, tokens, alone."""
+    """Refuse a buffer that cannot take the place of an empty one: only in its third axis, tokens, may it differ."""
     same_heads = buffer.shape[:2] == empty.shape[:2]
     same_entries = buffer.shape[3:] == empty.shape[3:] and buffer.dtype == empty.dtype
     if not same_heads or not same_entries:
-        raise ValueError(f"its tokens are of shape {tuple(buffer.shape)} and {buffer.dtype}")
+        raise ValueError(f"the saved tokens are of shape {tuple(buffer.shape)} and {buffer.dtype}")
 
 
 # ----------------------------------------------------------------------------------------------------------------
@@ -582,12 +588,13 @@ def check_buffer(buffer, empty):
 def shows_padding(options):
     """Say whether the options of `update` show padding: two neighbours of a row at the same position."""
     for part in options:
-        part = part if isinstance(part, dict) else {}
-        positions = part.get("position_ids")                     # (b, t), or of images too (3, b, t)
+        if not isinstance(part, dict):
+            continue
+        positions = part.get("position_ids")                     # (b, t), or with those of images (3, b, t)
         if positions is not None:
             positions = positions.view(-1, *positions.shape[-2:])[0, ..., None]
         else:
-            positions = part.get("cos")                          # transformers 5.0: rotations (b, t, d)
+            positions = part.get("cos")                          # transformers 5.0 passes rotations (b, t, d) instead
         if positions is not None:
             is_repeated = positions[:, 1:] == positions[:, :-1]
             return bool(is_repeated.all(-1).any())
@@ -598,7 +605,7 @@ class MarkedKeys(torch.Tensor):
 
     @classmethod
     def __torch_function__(cls, function, types, args=(), kwargs=None):
-        # Attributes, such as the shape, may be read.
+        # Attributes, such as the shape, may be read: torch calls their `__get__`.
         if function.__name__ in ("__get__", "size", "dim"):
             return super().__torch_function__(function, types, args, kwargs)
         raise ValueError(
@@ -610,6 +617,8 @@ class WushLayer:
 
     `length` counts padding, as transformers does; the windows hold none of it if "wush" attended.
     """
+
+    # What transformers asks of a cache layer, some of it in some versions only.
     is_compileable = False
     is_sliding = False
     is_croppable = True
@@ -699,7 +708,7 @@ class WushLayer:
             self.warn([*args, *kwargs.values()])
         with full_precision(k.device):
             dtype = self.window.keys.recent.dtype
-            no_padding = [0] * len(k)                            # what there is counts as text
+            no_padding = [0] * len(k)                            # padding is stored as if it were text
             self.window.append(k.to(dtype), self.transformed(v.to(dtype)), no_padding)
             self.length += k.shape[2]
 
@@ -737,7 +746,7 @@ class WushLayer:
         return v if FOLD.get() else apply(self.T_V_inverse, v).to(v.dtype)
 
     def take_waiting(self):
-        """Hand over the keys and values of this call, once: if the attention refuses, this layer can begin another call."""
+        """Hand over the keys and values of this call, once: marked keys of an earlier call find none."""
         if self.waiting is None:
             raise ValueError("attention 'wush' was given the keys of another call")
         k, v = self.waiting
@@ -747,17 +756,18 @@ class WushLayer:
     @torch.inference_mode(False)
     @torch.no_grad()
     def attend(self, q, k, v, mask):
-        """Attend as WindowCache does, by the padding that the mask shows, which must not change."""
+        """Attend as WindowCache does, and store k and v. The mask shows the padding, which must not change."""
         before = self.length
         batch, t = k.shape[0], k.shape[2]
         pad = [0] * batch
         if mask is not None:
-            # All layers of a call share a mask; layer 0 reads it anew, as the next call may have rewritten it in place.
+            # All layers of a call share a mask. Layer 0 reads it anew, as it may have been rewritten since the last call.
             if self.l == 0 or mask not in PADDING:
                 PADDING[mask] = row_padding(mask, batch, before + t)
             pad = PADDING[mask]
 
-        # Padding of earlier calls was left out of the windows, though `length` counts it.
+        # The mask has all columns, and the first `before` were cached by earlier calls. Their padding was left out of the
+        # windows, though `length` counts it. The rest of the padding is this call's.
         left_out = [before - n for n in self.window.n_tokens]
         if [min(padding, before) for padding in pad] != left_out:
             raise ValueError("the mask hides other columns than were padding when they were cached")
@@ -785,7 +795,10 @@ class WushLayer:
     get_max_cache_shape = get_max_length
 
     def crop(self, tokens):
-        """Drop as many tokens as a negative number says; a positive one is the length to keep, as in transformers 5.0."""
+        """Drop as many tokens as a negative number says; a positive one is the length to keep, as in transformers 5.0.
+
+        Zero drops none.
+        """
         count = min(-tokens, self.length) if tokens <= 0 else max(self.length - tokens, 0)
         if self.window is not None:
             crop(self.window, count)
@@ -840,7 +853,7 @@ class WushCache(Cache):
         check_fit(config, transforms)
         self.config = config
         self.transforms = transforms
-        self.bits = bits_of_sides(bits)
+        self.bits = float(bits) if is_average(bits) else bits_of_sides(bits)
         self.windows = as_windows(windows)
 
         scheme = scheme_of(transforms, self.bits)
