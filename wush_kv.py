@@ -23,7 +23,7 @@ Each dimension has one letter, in every shape comment and einsum:
     b batch              l layer                            d head dim
     t query token        g KV head                          n block of the transform
     s cached token       r query head of its KV head        m channel inside a block (d = n·m)
-    v vocabulary         (query head h = g·R + r)           D model width
+    v vocabulary         h query head (g·R + r, R of each)  D model width
 
 Queries are (b, g, r, t, d), keys and values (b, g, s, d), transforms (l, g, n, m, m), for column vectors.
 
@@ -40,8 +40,9 @@ from pathlib import Path
 from typing import Callable, NamedTuple
 
 if __name__ == "__main__":
-    # Torch takes seconds to load. Ctrl-C would be a traceback out of its middle, or be swallowed there.
-    interrupt = signal.signal(signal.SIGINT, lambda *_: os._exit(130))
+    # Torch takes seconds to load, and a Ctrl-C in its middle would be a traceback, or be lost: so it ends the process at
+    # once. The last lines of this file put the usual handler back.
+    usual_handler = signal.signal(signal.SIGINT, lambda *_: os._exit(130))
 
 import torch
 from torch import Tensor
@@ -174,10 +175,10 @@ def rotate(gram, hess, m=None):
 def oscar(gram, hess, m=None):
     """Rotate onto the eigenvectors U of `hess`, then spread: T = (U P 𝓗)ᵀ, orthogonal (arXiv 2605.17757).
 
-    P deals the eigenvectors out to groups, and 𝓗 mixes the channels of each group. A group is the m channels that share
-    a scale: here it is not a block of T, of which there is one, of all d channels. `hess` is averaged over the heads, so
-    all heads of a layer share this T: (..., g, 1, d, d). For the values, OSCAR's `hess` is a moment of the values
-    themselves, weighted by how much attention may turn to them (`oscar_weight`).
+    Other rules cut T into blocks of m channels. OSCAR's T is one block of all d channels, and m only says how many of
+    them will share a scale (a group): P deals the eigenvectors out to these groups, and 𝓗 mixes the channels of each.
+    `hess` is averaged over the heads, so all heads of a layer share this T: (..., g, 1, d, d). For the values, OSCAR's
+    `hess` is a moment of the values themselves, weighted by how much attention may turn to them (`oscar_weight`).
     """
     d = hess.shape[-1]
     m = block_width(d, m)
@@ -349,7 +350,7 @@ def quantize(x, codec):
     return codes.byte().flatten(-2), scale, offset
 
 def dequantize(codes, scale, offset):
-    """Read codes (..., d) back as scale·code + offset, in float32, each of the two operations rounded."""
+    """Read codes (..., d) back as scale·code + offset, in float32, the product rounded before the sum."""
     groups = codes.unflatten(-1, (scale.shape[-1], -1)).float()
     products = scale.float()[..., None] * groups
     return products.add_(offset.float()[..., None]).flatten(-2)
@@ -367,13 +368,15 @@ def dequantize(codes, scale, offset):
 #                There, an error that shrinks or stretches a key along its own direction costs more (`own_direction`).
 #     exponent   Which transform is best depends on what rounding costs. An axis of T, scaled by a, has the energy a²λ,
 #                and noise on it costs 1/a². Plain rounding pays (Σ a²λ) · (Σ 1/a²), smallest at a = λ^(-1/4). With
-#                perfect feedback, the geometric mean of all 1/a² takes the place of their sum. It depends only on the
-#                product of all a, and for a given product Σ a²λ is smallest where all a²λ are equal: a = λ^(-1/2).
-#                In between, 0.4 was measured to be best at 2 to 4 bits.
+#                feedback, channel i costs 1/C_ii² (`feedback_matrix`), and the product of all these is det H' = Π 1/a².
+#                At best they are equal, each the geometric mean of all 1/a², which takes the place of Σ 1/a². It depends
+#                only on the product of all a, and for a given product Σ a²λ is smallest where all a²λ are equal:
+#                a = λ^(-1/2). In between, 0.4 was measured to be best at 2 to 4 bits.
 #     offset     The levels of a token are placed about the mean of T x over its channels, and when the codes are known,
-#                they move by the mean error. They are *centred*: T x keeps its mean almost exactly. Which part of x is
-#                that mean? T = 𝓗 A spreads the axes, the rows of A, over the channels; as 𝓗's first row is constant,
-#                the mean of T x is the first of A x, over √m. So the strongest axis is put first.
+#                they move by the mean error. They are *centred*: T x keeps its mean almost exactly, for free. So this
+#                mean should be the strongest part of x. T = 𝓗 A spreads the axes, the rows of A, over the m channels;
+#                𝓗's columns sum to zero but for the first, whose entries are all 1/√m. Hence the mean of T x is the
+#                first entry of A x, over √m: the strongest axis is put first.
 #     widen      Levels lie further apart, so that less is clipped. Clipping shrinks a key's scores, and that hurts
 #                more than noise does.
 
@@ -381,7 +384,7 @@ class Refine(NamedTuple):
     """Which refinements are on; an ablation is a `_replace`."""
     feedback: bool = True
     exponent: float = 0.4      # of 1/Λ
-    offset: bool = True        # whether levels are centred, and T is turned to suit
+    offset: bool = True        # whether levels are centred, and T's axes reversed to suit (`strongest_first`)
     widen: bool = True
 
 REFINED = Refine()
@@ -413,9 +416,12 @@ def error_hessian(T, hess, centred=False, damping=1e-2):
     return torch.where(size == 0, I, H + damping * size * I)
 
 def in_score_units(hess, moments):
-    """Scale a Hessian of keys (l, g, d, d) until δᵀ H δ is the mean square by which an error δ moves scores q·k/√d."""
+    """Scale a Hessian of keys (l, g, d, d) so that δᵀ H δ is, on average over directions of δ, (q·δ)²/d: in scores squared.
+
+    T does not depend on its scale, but `own_direction` does. Only the scale is changed, as `hess` may be shrunk, or WUSH-A's.
+    """
     d = hess.shape[-1]
-    score_moment = moments["queries"] / (2 * max(moments["n_queries"], 1) * d)
+    score_moment = moments["queries"] / (2 * max(moments["n_queries"], 1) * d)       # "queries" is 2 Σ q qᵀ
     smallest = torch.finfo(hess.dtype).tiny
     return hess / mean_diagonal(hess).clamp(min=smallest) * mean_diagonal(score_moment)
 
@@ -451,10 +457,12 @@ def feed_back(steps, bits, F):
 def own_direction(y, H, weight):
     """Return u (b, g, s, n, m) for transformed keys y = T k: an error δ of y costs (uᵀ δ)² beside δᵀ H' δ.
 
-    H = E[q qᵀ]/d counts all queries alike. But those that look for k are those near it: of normal queries, weighted by
-    the probabilities ∝ exp(q·k/√d) that they give to k, the mean of q/√d is H k and the spread is unchanged. To them an
-    error costs δᵀ H δ + (kᵀ H δ)²: noise costs what it did, but what shrinks the key costs them all score. Hence
-    u = H' y, by this argument with weight 1. Queries are not quite normal: a `weight` of ½ was measured to be better.
+    H = E[q qᵀ]/d, in score units, counts all queries alike. But those that look for k are those near it. Let q/√d be
+    normal with the covariance H, and weigh each query by the probability ∝ exp(q·k/√d) that it gives to k: as
+    exp(−½ xᵀH⁻¹x + xᵀk) is a normal density around H k, the mean of q/√d is now H k, and the covariance is still H. To
+    these queries an error ε of k costs εᵀ H ε + (kᵀ H ε)²: noise costs what it did, but what shrinks the key costs them
+    all score. With ε = T⁻¹ δ the second term is (yᵀ H' δ)², so u = H' y, with weight 1 by this argument. Queries are not
+    quite normal: a `weight` of ½ was measured to be better.
     """
     u = torch.einsum("gnij,bgsnj->bgsni", H, y) * math.sqrt(weight)
     return u.clamp(-FAR, FAR)
@@ -940,7 +948,10 @@ class Store:
         return torch.cat([sink, packed.to(sink.dtype), recent], 2)
 
     def scores(self, q, rows, count):
-        """Return q · x̂ over the first `count` packed tokens: q (b, g, r, d), transformed -> (b, g, r, count)."""
+        """Return q · x̂ over the first `count` packed tokens: q (b, g, r, d), transformed -> (b, g, r, count).
+
+        `kernels.packed_scores` is compiled for the CPU where that pays, and plain torch elsewhere.
+        """
         if not self.has_one_pair:
             return q @ self.read_packed(rows, count).float().mT
         return kernels.packed_scores(q, self.codes[rows], self.pairs[rows], self.bits, count)
@@ -1058,8 +1069,9 @@ class WindowCache:
 
     def attend_restored(self, q):
         """Attend from the last t tokens' q (b, g, r, t, d), which share the cost of reading everything back."""
-        # Rows are aligned on the right, over as many columns as the longest has, or as there are queries if a call is mostly
-        # padding. Queries that are padding then stand over older tokens or over nothing; what they get is not used.
+        # Rows end at the last column, where the last query's own token is. There are as many columns as the longest row has
+        # tokens, or as there are queries, if these are more: a call may be mostly padding. What queries that are padding
+        # get is not used.
         length = max(*self.n_tokens, q.shape[3])
         pad = [length - count for count in self.n_tokens]
         valid = left_padding(pad, length, q.device)
@@ -1303,7 +1315,8 @@ def fold_values(model, T_V):
 #
 # One pass over a text sums second moments per layer and KV head: Σ k kᵀ and Σ v vᵀ of what is stored, 2 Σ q qᵀ
 # and 2 Σ W_Oᵀ W_O of what consumes it. Nothing else is kept: neither activations nor vocabulary logits. Since T
-# does not depend on the moments' scale, sums will do; tokens are counted only to know when they are few. Two rows
+# does not depend on the moments' scale, sums will do; tokens are counted to know when they are few, and queries since
+# `own_direction` needs the scale. Two rows
 # of TRANSFORMS need weighted sums: OSCAR's values, and WUSH-A, which weighs each query by what an error at a key
 # would do to the module's output.
 
@@ -1494,7 +1507,7 @@ def feed(model, cache, ids, pad=None):
     if cache[0].folded not in (None, model.folded):
         raise ValueError("this cache is another model's: T_V is folded into one of the two only")
 
-    # A row's first token comes after its last one; the padding before it gets smaller positions, which do not matter.
+    # A row's first new token comes after its last cached one. Padding gets smaller positions, which do not matter.
     skipped = pad or [0] * len(ids)
     first = [count - padding for count, padding in zip(cache[0].n_tokens, skipped)]
     columns = torch.arange(ids.shape[1], device=ids.device)
@@ -1627,5 +1640,5 @@ if __name__ == "__main__":
     sys.modules["wush_kv"] = sys.modules[__name__]
     sys.path.insert(0, str(HERE))
     from wush_tools.cli import main
-    signal.signal(signal.SIGINT, interrupt)
+    signal.signal(signal.SIGINT, usual_handler)
     main()

@@ -239,6 +239,7 @@ def retrieve(options):
     """How often numbers that are hidden in texts, five in 500 tokens, are found again, through two windows."""
     bench = load_bench(options)
     schemes = two_bit_schemes(bench.moments)
+    schemes["oscar"] = make_scheme(bench.moments, "oscar")
 
     def encode(text):
         ids = bench.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]

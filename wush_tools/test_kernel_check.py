@@ -855,15 +855,19 @@ for d, bits in itertools.product((128, 64), (2, 3, 4)):
 @slow
 @pytest.mark.parametrize("capability", kernel_check.CAPABILITIES)
 def test_encode_kernel_with_and_without_feedback_fits_every_gpu_generation(capability):
-    """No spills, 160 registers, 24 KB shared."""
+    """No spills. Plain rounding: 160 registers, 24 KB shared. The search for codes holds H' and F beside the tokens' steps:
+
+    255 registers, 40 KB, with which a multiprocessor of every generation has room for one program of 8 warps.
+    """
     print(in_python(f"""
 import itertools
 from wush_tools.kernel_check import compile_encode, cost
 for d, bits, refined in itertools.product((128, 64), (2, 3, 4), (True, False)):
     counted = cost(compile_encode({capability}, d, bits, 1.5, refined, refined))
     print({capability}, d, bits, refined, counted)
-    assert counted.spilled == 0 and counted.registers <= 160, counted
-    assert counted.shared <= 24 * 1024, counted
+    most = (255, 40 * 1024) if refined else (160, 24 * 1024)
+    assert counted.spilled == 0 and counted.registers <= most[0], counted
+    assert counted.shared <= most[1], counted
 """))
 
 
